@@ -24,6 +24,7 @@ ablate: $(READY)  ## train a ViT with each encoding on scikit-learn's digits, ab
 	$(BIN)/lrpe-md ablate run digits $(ARGS)
 
 gallery: $(READY)  ## pictures of encodings, and the page of all presets
+	rm -f $(GALLERY)/*.png
 	$(BIN)/python -m scripts.visualize -p dinov3 -p rope_vit_mixed -p wan -p pope --out $(GALLERY) --dpi 110 --dark
 	$(BIN)/python -m scripts.visualize -p qwen3_vl --shape 18x28 --text 12 --out $(GALLERY) --dpi 110 --dark
 	$(BIN)/python -m scripts.visualize.gallery

@@ -15,7 +15,7 @@ PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)#\s]+)\.(png|svg)\)")
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)((?:#[^)]*)?\))")
 CODE = re.compile(r"^(?:```\w*\n(.*?)^```)", re.M | re.S)
 ROOM = 92  # columns of code next to the table of contents
-CHECKOUT = re.compile(r"^In a checkout, the entries below are only names\..*\n\n", re.M)
+CHECKOUT = re.compile(r"^In a checkout, the entries below show only names\..*\n\n", re.M)
 KEPT = "repository"  # where such files are on the site
 
 

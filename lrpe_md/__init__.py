@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # resolved by __getattr__
 
 __version__ = "0.3.0"
 
-# A wheel contains models and scripts inside the package. In a checkout, they are next to it, and extending __path__
-# makes them importable as lrpe_md.models and lrpe_md.scripts, too.
+# In a wheel, models and scripts are inside the package. In a checkout, they are next to the package, so __path__ is
+# extended to make them importable as lrpe_md.models and lrpe_md.scripts.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
     __path__.append(str(_ROOT))  # noqa: F405
@@ -67,5 +67,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return all public names, including those not imported yet."""
+    """Return all public names, including names that are not imported yet."""
     return sorted({*globals(), *_LAZY})

@@ -1,4 +1,4 @@
-"""Namespace ``torch.ops.lrpe_md`` of the registered operators.
+"""The ``torch.ops.lrpe_md`` namespace, which contains the registered operators.
 
 scripts/kernel_hub.py replaces this file in builds for the Kernel Hub, which assigns its own namespace.
 """

@@ -1,4 +1,4 @@
-"""Argument checks that frequencies, positions and calls share."""
+"""Argument checks shared by frequencies, positions and calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
-    """Return one value per tensor, such as q and k. A tuple contains one value for each. Other values are repeated."""
+    """Return one value per tensor (q and k). A tuple must have one value per tensor; any other value is repeated."""
     if type(value) is not tuple:
         return (value,) * num_tensors
     if len(value) != num_tensors or num_tensors != 2:
@@ -31,7 +31,7 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
 
 
 def describe_positions(value: Any) -> str:
-    """Describe invalid positions for an error message, with advice if they look like a grid shape."""
+    """Describe invalid positions for an error message, with advice if the value looks like a grid shape."""
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not sizes or any(type(size) is not int for size in sizes):
         return type(value).__name__
@@ -47,17 +47,17 @@ def invalid_positions(value: Any) -> TypeError:
 
 
 def count_axes(number: int) -> str:
-    """Return a count with its noun, such as "1 axis" or "2 axes"."""
+    """Format a number of axes, such as "1 axis" or "2 axes"."""
     return f"{number} {'axis' if number == 1 else 'axes'}"
 
 
 def or_one(number: int) -> str:
-    """Describe a size that may also be 1 in an error, such as "4 or 1" for 4, or "1" for 1."""
+    """Format the accepted sizes for an error message: "4 or 1" for 4, and "1" for 1."""
     return "1" if number == 1 else f"{number} or 1"
 
 
 def as_integer(value: Any) -> Any:
-    """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt, and return None for others."""
+    """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt, and return None for the rest."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard
         return value
     try:
@@ -67,19 +67,19 @@ def as_integer(value: Any) -> Any:
 
 
 def fleeting() -> bool:
-    """Return whether a dispatch mode, function transform or trace is active, which rules out caching new tensors."""
+    """Return whether a dispatch mode, function transform or trace is active. New tensors must then not be cached."""
     return bool(num_dispatch_modes() or are_transforms_active() or is_tracing())
 
 
 def can_read(t: Tensor) -> bool:
-    """Return whether the host can read t's values. It must be a plain CPU tensor outside of traces and transforms."""
+    """Return whether the host can read t's values: t must be a plain CPU tensor, outside of traces and transforms."""
     if torch.compiler.is_compiling() or fleeting():
         return False
     return type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu"
 
 
 def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = True) -> None:
-    """Check the boundaries of packed sequences if the host can read their values.
+    """Check the boundaries of packed sequences if the host can read the tensor.
 
     to_the_end: whether the last sequence must end at the last token.
     """
@@ -98,7 +98,9 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
 
 SYNONYMS: dict[str, str] = {
     "rope": "rotate", "rotary": "rotate", "axial": "rotate", "lrpe": "cosine", "mixed": "rotate-mixed",
-    "rotate-mixed": "mixed", "theta": "base", "rope_theta": "base",
+    "rotate-mixed": "mixed", "theta": "base", "rope_theta": "base", "learning_rate": "lr", "batch_size": "batch",
+    "num_layers": "depth", "layers": "depth", "embed_dim": "dim", "num_heads": "heads", "optimizer": "opt",
+    "dtype": "precision",
 }  # fmt: skip
 
 
@@ -117,7 +119,7 @@ def suggest(name: Any, known: Iterable[str]) -> str:
 
 
 def check_reference(reference: Sequence[int | None], grid: Sequence[int], patch_size: Sequence[int]) -> None:
-    """Raise an error if a reference size is far above the patch grid, because it is probably in pixels."""
+    """Raise an error if a reference size is much larger than the patch grid and so is probably in pixels."""
     sizes = zip(reference, grid, patch_size, strict=True)
     if any(size is not None and patch >= 8 and size >= number * patch for size, number, patch in sizes):
         raise ValueError(
@@ -153,7 +155,8 @@ def check_at_least(least: int, **numbers: Any) -> None:
     """Check that each number is an integer (or a SymInt) of at least ``least``."""
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)) or number < least:
-            raise ValueError(f"{name}: expected an integer of at least {least}, got {number!r}")
+            kind = {0: "a non-negative integer", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
+            raise ValueError(f"{name}: expected {kind}, got {number!r}")
 
 
 def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
@@ -164,7 +167,7 @@ def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
 
 
 def repeat_over_layers(name: str, value: Any, depth: int, known: Sequence[Any]) -> tuple[Any, ...]:
-    """Return one value per layer. A single value applies to all layers, and a sequence is repeated over the depth.
+    """Return one value per layer. A single value applies to all layers, and a sequence repeats to fill the depth.
 
     Raises:
         ValueError: for an unknown value, or a sequence whose length does not divide the depth.

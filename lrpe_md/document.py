@@ -61,7 +61,7 @@ def lrpe_cosine_md(
 
     Args:
         theta: frequencies (E,) or (H, E) with K · E ≥ D. Θ is concat(s_1 θ, .., s_k θ)[:D], where s_1 is the position
-            on the fastest axis, or on the slowest with ``axis_order="major_first"``.
+            on the fastest axis, or on the slowest axis with ``axis_order="major_first"``.
         l: number of condition tokens before the grid.
 
     Other arguments, differentiability and errors are the same as in :func:`lrpe_md.cosine`.
@@ -74,20 +74,20 @@ lrpe_cosine_md_triton = partial(lrpe_cosine_md, impl="triton")
 
 
 def lrpe_cosine_md_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """Run the forward pass without autograd. It accepts the arguments of :func:`lrpe_cosine_md`."""
+    """Run the forward pass without autograd, with the arguments of :func:`lrpe_cosine_md`."""
     return _forward(x, _cosine_call(x, theta, **kwargs))[0]
 
 
 def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-    """Return dx and dtheta, without autograd."""
+    """Compute dx and dtheta without autograd."""
     return _backward(do, x, theta, partial(_cosine_call, **kwargs))
 
 
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """Run :func:`lrpe_cosine_md`, and store H · N · D angles Θ for the backward pass.
 
-    This function only exists because the document defines it. It is never faster than recomputing Θ (docs/tuning.md),
-    and it reads more memory if each head has its own θ.
+    This function only exists because the document defines it. Reading stored angles is never faster than recomputing
+    them (docs/tuning.md), and reads more memory if each head has its own θ.
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", x, (), is_transforming())
@@ -104,7 +104,7 @@ def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple
 def lrpe_cosine_md_cache_bwd_triton(
     do: Tensor, x: Tensor, theta: Tensor, theta_cache: Tensor, **kwargs
 ) -> tuple[Tensor, Tensor]:
-    """Return dx and dtheta from the stored angles, without autograd."""
+    """Compute dx and dtheta from the stored angles, without autograd."""
     return _backward(do, x, theta, partial(_cosine_call, **kwargs), theta_cache)
 
 
@@ -141,14 +141,14 @@ def lrpe_rotate_1d(
     Args:
         x: one tensor, or (q, k), which share a launch and may have different numbers of heads (GQA).
         theta: frequencies (H, R/2), (1, R/2) or (R/2,), or (H,) for one frequency per head. R is the rotated width, and
-            H is the number of heads of x, or of k. If H = R/2, a theta of that length means (R/2,).
+            H is the number of heads of x, or of k. If H = R/2, a theta of that length is read as (R/2,).
         offset: position of the first token, an int or an integer tensor of shape (), (1,) or (B,). A tensor is read on
             the device, so a new value needs no synchronisation and no new kernel. With left padding, the offset is
             negative.
         cu_seqlens: boundaries (S + 1,) of sequences packed end to end in x (1, H, N, D) or (N, H, D). The result has
-            the same shape. In each sequence, positions start again at ``offset``, which may be (S,). See
+            the same shape. In each sequence, positions start again at ``offset``, which may have shape (S,). See
             :func:`lrpe_md.positions.packed_positions`.
-        rotary_dim: rotate the first R channels (an int) or a slice of them.
+        rotary_dim: channels to rotate, the first R (an int) or a slice.
         pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
 
     Other arguments, differentiability and errors are the same as in :func:`lrpe_md.rotate`.
@@ -171,12 +171,12 @@ lrpe_rotate_1d_triton = partial(lrpe_rotate_1d, impl="triton")
 
 
 def lrpe_rotate_1d_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """Run the forward pass without autograd. It accepts the arguments of :func:`lrpe_rotate_1d`."""
+    """Run the forward pass without autograd, with the arguments of :func:`lrpe_rotate_1d`."""
     return _forward(x, _rotate_call(x, theta, **kwargs))[0]
 
 
 def lrpe_rotate_1d_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-    """Return dx and dtheta, without autograd."""
+    """Compute dx and dtheta without autograd."""
     return _backward(do, x, theta, partial(_rotate_call, **kwargs))
 
 

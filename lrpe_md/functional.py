@@ -87,29 +87,31 @@ def cosine(
             of key heads. Any float dtype and any strides are accepted, including stride 0, and nothing is copied.
         prefix: number of tokens before the first row of the tables. These tokens, and any after the last row, become
             [x̄, 0]. By default, the tables must have a row for every token. Positions define their own prefix.
-        rotary_dim: map only the first R channels (an int) or a slice of them. [x̄ cos Θ, x̄ sin Θ], of width 2R,
-            replaces these channels, and the others become x̄. By default, all channels are mapped. Mapping a part
-            copies the output, and softmax over the features also copies the input.
-        act: activation of all tokens, including the prefix: "none", "relu", "sigmoid", "silu", "softplus" or "softmax".
+        rotary_dim: channels to map, the first R (an int) or a slice. [x̄ cos Θ, x̄ sin Θ], of width 2R, replaces these
+            channels, and the others become x̄. By default, all channels are mapped. Mapping only some channels copies
+            the output, and also the input if the softmax is over the features.
+        act: activation to apply to all tokens, including the prefix: "none", "relu", "sigmoid", "silu", "softplus" or
+            "softmax".
         dim: dimension of the softmax, -1 (features) or -2 (sequence). It must be None for other activations.
         phase: φ (H or 1, D), which is added to Θ of grid tokens, but not of prefix and suffix tokens. If q and k have
             different phases, pass a pair (for q, for k), in which None means no phase. PoPE only has a phase on the
             keys. With P groups of phases (P, H or 1, D), the outputs of all groups are concatenated, so that q·k is the
-            sum over groups. If only one of a pair has groups, the other is repeated for each. Each group costs a
-            launch, and the output is copied.
-        amplitude: factor on cos Θ and sin Θ of grid tokens, a number or a float32 or float64 tensor (D,) or (H or 1,
-            D). Under ``torch.compile``, a tensor avoids a recompile for each new value.
+            sum over groups. If only one phase of a pair has groups, the other phase is repeated for each group. Each
+            group costs a launch, and the output is copied.
+        amplitude: factor by which to multiply cos Θ and sin Θ of grid tokens: a number, or a float32 or float64 tensor
+            (D,) or (H or 1, D). Under ``torch.compile``, a tensor avoids a recompile for each new value.
         order: order of the two halves. "sin_cos" returns [x̄ sin Θ, x̄ cos Θ] (cosFormer).
         norm: a :class:`Norm` to apply to q and k in the same pass, x̄ = act(norm(x)). With rotary_dim, it runs in a
             separate pass in float32. Softmax over the sequence does not support a norm.
         out: tensor to write the output to, with any strides, such as ``cache[:, :, n : n + N]`` of a static cache (B,
             H, L, ..). For q and k, pass a pair, in which None allocates a new tensor. It must not overlap with an
-            input. Most calls write to it directly. The output is copied with phase groups, a norm over all heads,
-            non-contiguous channels, or rotary_dim in the cosine map, and also on a CPU and in compiled code.
+            input. Most calls write directly to ``out``. Calls with phase groups, a norm over all heads, non-contiguous
+            channels, or rotary_dim in the cosine map copy their result to ``out``, and so do CPU calls and compiled
+            code.
         out_start: index along L at which token 0 is written. ``out`` is then the whole cache (B, H, L, ..). The index
             is an integer tensor of shape (), (1,) or (B,), which is read on the device, so that each replay of a CUDA
-            graph can write elsewhere. If tokens are out of range, a CPU raises IndexError before it writes anything
-            (compiled code raises it at run time), and a GPU drops these tokens silently.
+            graph can write elsewhere. On a CPU, out-of-range tokens raise IndexError before anything is written (at run
+            time in compiled code). On a GPU, these tokens are dropped silently.
         impl: "auto" uses Triton on a GPU and the reference elsewhere. "triton" raises an error if Triton cannot run.
 
     Returns:
@@ -121,8 +123,8 @@ def cosine(
     The result is differentiable with respect to xs, omega, phase, and the norm's weight and bias. Ordinary gradients
     come from a fused, deterministic backward pass. Under ``torch.func`` transforms, and for forward mode and double
     backward, "auto" runs the reference, which is differentiable to any order and also with respect to coordinates and
-    amplitude. Gradients of tables take as long as the reference. You can only pass ``out`` to calls that don't record
-    gradients.
+    amplitude. Gradients of tables are computed by the reference, at its speed. You can only pass ``out`` to calls that
+    don't record gradients.
 
     Raises:
         ValueError, TypeError: for an invalid argument, before a kernel is launched.
@@ -196,7 +198,7 @@ def rotate(
     out_start: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """Apply RoPE with any number of axes, which rotates each pair (a, b) of x̄ = act(x) by its angle Θ.
+    """Apply RoPE with any number of axes: rotate each pair (a, b) of x̄ = act(x) by its angle Θ.
 
     A pair becomes (a cos Θ - b sin Θ, a sin Θ + b cos Θ).
 
@@ -208,9 +210,9 @@ def rotate(
             channel, a pair (a, b) becomes (a cos_a - b sin_a, a sin_b + b cos_b). Tables that repeat each pair's entry,
             as in many libraries, therefore work unchanged.
         pairs: "half" pairs channel p with p + R/2 (Llama), and "interleaved" pairs 2p with 2p + 1 (RoFormer). A
-            sequence of integers gives the sizes of blocks, in pairs, where each block has the half layout.
-        rotary_dim: rotate only the first R channels (an int) or a slice of them. The others become x̄. By default, all
-            channels are rotated.
+            sequence of integers gives the size of each block in pairs, and each block uses the half layout.
+        rotary_dim: channels to rotate, the first R (an int) or a slice. The others become x̄. By default, all channels
+            are rotated.
         phase: φ (H or 1, R/2), or a pair (for q, for k).
         amplitude: a number, or a tensor (R/2,) or (H or 1, R/2), as in YaRN and LongRoPE.
         inverse: rotate by -Θ, where Θ includes the phase. This undoes a rotation, but not an activation or amplitude.

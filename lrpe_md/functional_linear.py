@@ -89,11 +89,11 @@ def linear_attention(
 
     Speed: on an H100 in bfloat16 with head_dim 64, linear attention is faster than softmax attention (PyTorch's fastest
     backend, without positions) above about 200 tokens. At 200 tokens, the forward pass takes nine tenths of the time,
-    and the backward pass takes two thirds. At 4,096 tokens, both are about ten times as fast, and at 32,760 tokens
-    about a hundred times. With a causal mask at 8,192 tokens, they are six times as fast. Compared with softmax
-    attention and no positions, a compiled training step of a ViT-B/16 is 7% faster at 224 pixels and takes 0.55 of the
-    time at 1,024 pixels. With fewer tokens, prefer softmax attention, which is no slower. The measurements are in
-    benchmark-linear.csv, linear-training.csv and linear-scaling.csv in scripts/results.
+    and the backward pass takes two thirds. At 4,096 tokens, both passes are about ten times as fast, and at 32,760
+    tokens about a hundred times. With a causal mask at 8,192 tokens, both passes are six times as fast. Compared with
+    softmax attention and no positions, a compiled training step of a ViT-B/16 is 7% faster at 224 pixels and takes 0.55
+    of the time at 1,024 pixels. With fewer tokens, prefer softmax attention, which is no slower. The measurements are
+    in benchmark-linear.csv, linear-training.csv and linear-scaling.csv in scripts/results.
 
     Args:
         q, k, v: tensors (B, H_q, N_q, D), (B, H_k, N_k, D) and (B, H_k, N_k, D_v) with any strides. H_k must divide H_q
@@ -110,13 +110,14 @@ def linear_attention(
             separate pass, and its result has q's dtype. Softmax over the sequence does not support a norm.
         normalizer: denominator z of each row.
 
-            - "unrotated": max(q̄_n · Σ_m β_m k̄_m, eps), for activations that are never negative. Where z is eps, it has
-              no gradient. With the cosine map, no output exceeds the largest value that it attends to. With a rotation
-              and relu, an output can reach about v / eps if q̄ shares no channel with the few keys that it attends to.
+            - "unrotated": max(q̄_n · Σ_m β_m k̄_m, eps), for activations that are never negative. Where z equals eps,
+              its gradient is zero. With the cosine map, no output exceeds the largest value that it attends to. With a
+              rotation and relu, an output can reach about v / eps if q̄ shares no channel with the few keys that it
+              attends to.
             - "encoded": q̂_n · Σ_m β_m k̂_m, which can be close to 0. The output is 0 if |z| < eps.
             - "none": 1. Add a norm after the attention. docs/linear-attention.md shows how large outputs can get.
-        gate: β (B, H_k or 1, N_k), floats or bools that multiply the keys. A gate of 0 removes a token, even if it
-            contains NaN, and gets no gradient.
+        gate: β (B, H_k or 1, N_k), floats or bools that multiply the keys. A gate of 0 removes a token, even a token
+            that contains NaN. Such a gate gets no gradient.
         is_causal: whether each token attends only to itself and earlier tokens.
         block: number of tokens per block, for example per video frame. A token attends to its own block and to all
             earlier blocks. All tokens attend to the prefix, and suffix tokens attend to all tokens.
@@ -129,21 +130,22 @@ def linear_attention(
         state: sums (S, Σ) over earlier tokens, as returned with ``return_state``. S is (B, H_k, Ê, D_v), where Ê is the
             width of k̂. Σ is (B, H_k, D) for "unrotated", (B, H_k, Ê) for "encoded" and None for "none". Both are
             float32, or float64 if q is float64. With cu_seqlens, num_seqs replaces B. You can process a causal sequence
-            in chunks (with ``block``, in whole blocks) and get the same result as in a single call. Pass each chunk its
+            in chunks (with ``block``, in whole blocks) and get the same result as in a single call. Give each chunk its
             own positions, with ``Grid(start=, length=)`` or an origin.
         return_state: whether to return (o, state), with the state after the last token.
         decay: g in (0, 1], which requires ``is_causal`` or ``block``. Before a block is added, the state is multiplied
             by the block's g. The shape is (H_k or 1,), or (B or 1, H_k or 1, F) for the F blocks between prefix and
-            suffix, where the state does not decay. With ``is_causal``, each token is a block, and F counts all tokens.
-            Values are checked on a CPU, but not on a GPU, where reading them would force a synchronisation.
+            suffix. Prefix and suffix tokens don't decay the state. With ``is_causal``, each token is a block, and F
+            counts all tokens. Values are checked on a CPU, but not on a GPU, where reading them would force a
+            synchronisation.
         rule: how block f updates the state. "add" computes S_f = g_f S_{f−1} + Σ_{m∈f} β_m k̂_m v_mᵀ. "delta", which
             requires ``block``, first removes the values that the block's keys retrieve: S_f = g_f (I − Σ_{m∈f} β_m k̂_m
             k̂_mᵀ) S_{f−1} + Σ_{m∈f} β_m k̂_m v_mᵀ. Σ follows the same rule with k̄, or with k̂ for "encoded". Scale the
             keys or the gate so that Σ_{m∈f} β_m |k̂_m|² is about 1 or less. Otherwise, the state can grow from block to
             block.
-        directions: with "both", which requires ``block``, a query also reads a second state. It accumulates from the
-            last block back to the one after the query's own. Both states contribute to the numerator and to z. This
-            requires the whole sequence, so you can't pass a state, and none is returned.
+        directions: with "both", which requires ``block``, a query also reads a second state, which is accumulated
+            backwards from the last block to the one after the query's own block. Both states contribute to the
+            numerator and to z. This requires the whole sequence, so you can't pass a state, and none is returned.
         eps: absolute threshold of the normalizer.
         impl: "auto" uses Triton on a GPU and the reference elsewhere. "triton" raises an error if Triton cannot run.
 

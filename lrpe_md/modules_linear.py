@@ -1,3 +1,3 @@
-"""Old import path of LinearAttention, which pickles from version 0.2 need."""
+"""Old import path of LinearAttention, kept for pickles from version 0.2."""
 
 from .modules.linear import LinearAttention as LinearAttention

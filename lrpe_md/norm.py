@@ -14,7 +14,7 @@ Weight = Tensor | tuple[Tensor, Tensor] | None
 
 
 class Norm(NamedTuple):
-    """Norm of q and k, applied in the same pass before the activation and the map, x̄ = act(norm(x)).
+    """Norm of q and k in the same pass as the map, applied before the activation: x̄ = act(norm(x)).
 
         rms    x / √(mean x² + eps) · (weight + offset)
         layer  (x - mean x) / √(mean (x - mean x)² + eps) · (weight + offset) + bias
@@ -22,9 +22,9 @@ class Norm(NamedTuple):
     Args:
         kind: "rms" or "layer".
         weight: γ, either one tensor for both or a pair (for q, for k). None means no weight. The shape is (D,) or (H,
-            D) with over="head", and (H, D) with over="heads", where H is the number of heads of q or k. A weight (2 or
-            3, 1 or H, D) contains separate weights for prefix, grid and (with 3) suffix tokens, as in joint text-image
-            blocks. The dtype is float16, bfloat16, float32 or float64.
+            D) with over="head", and (H, D) with over="heads", where H is the number of heads of q or k. A weight of
+            shape (2 or 3, 1 or H, D) contains separate weights for prefix, grid and (with 3) suffix tokens, as in joint
+            text-image blocks. The dtype is float16, bfloat16, float32 or float64.
         bias: β for "layer", with the same shape and dtype as weight.
         eps: positive number to add to the mean square.
         over: "head" normalises each head separately. "heads" averages over the channels of all heads of q (or k)
@@ -32,8 +32,8 @@ class Norm(NamedTuple):
         offset: number to add to the weight, such as 1 for models that store γ - 1 (Gemma).
 
     Arithmetic is in float32, or in float64 for float64 x, regardless of the weight's dtype, and only the final result
-    is rounded. Norms are differentiable with respect to weight and bias, whose gradients are deterministic and have the
-    same dtype.
+    is rounded. Norms are differentiable with respect to weight and bias. These gradients are deterministic, and have
+    the dtype of weight and bias.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467); Ba et al., Layer Normalization
     (arXiv 1607.06450); for norms of q and k, Henry et al., Query-Key Normalization (arXiv 2010.04245).

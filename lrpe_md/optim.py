@@ -23,10 +23,12 @@ def parameter_groups(
         model: the model. Parameters that don't require gradients are left out.
         lr: learning rate of all parameters except the frequencies.
         weight_decay: weight decay of tensors with two or more dimensions. It is 0 for biases, norms, frequencies,
-            phases, parameters marked ``_no_weight_decay``, and names that ``model.no_weight_decay()`` lists.
+            phases, parameters marked ``_no_weight_decay``, and parameters whose names ``model.no_weight_decay()``
+            returns.
         frequency_lr: learning rate of frequencies learned by this library's encodings. The default is ``lr``.
-            Frequencies are learned as logarithms, so an Adam step changes each by about this fraction of its value.
-            With ``frequencies="mixed"`` or ``learnable="raw"``, the step changes them by about this absolute value.
+            Frequencies are learned as logarithms, so an Adam step changes each frequency by about this fraction of its
+            value. With ``frequencies="mixed"`` or ``learnable="raw"``, an Adam step changes each frequency by about
+            this absolute value.
 
     Returns:
         up to three groups, whose "name" is "decay", "no_decay" or "frequencies". Empty groups are left out.
@@ -37,7 +39,7 @@ def parameter_groups(
     rates = {"lr": lr, "weight_decay": weight_decay, "frequency_lr": lr if frequency_lr is None else frequency_lr}
     for name, value in rates.items():
         if not is_finite_number(value) or value < 0:
-            raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
+            raise ValueError(f"{name}: expected a finite non-negative number, got {value!r}")
     named: Any = getattr(model, "no_weight_decay", set)
     excluded = set(named())
     frequencies = {

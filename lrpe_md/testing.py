@@ -2,10 +2,10 @@
 
 An implementation passes if its RMS error is at most twice the reference's, and its maximum error at most four times.
 Errors are measured against a float64 result for the same inputs. The reference's error is the error of the reference in
-the inputs' dtype, or of the exact result rounded to that dtype, whichever is larger. It computes angles in the dtype of
-frequencies and positions, whereas :func:`lrpe_md.rotate` uses float64; see :func:`rounded_angles`. No tolerance is
-chosen by hand. Float64 inputs have no more precise reference, so the error of a float32 run is scaled by the ratio of
-the machine epsilons.
+the inputs' dtype, or of the exact result rounded to that dtype, whichever is larger. For this purpose, the reference
+computes angles in the dtype of frequencies and positions, whereas :func:`lrpe_md.rotate` uses float64; see
+:func:`rounded_angles`. No tolerance is chosen by hand. Float64 inputs have no more precise reference, so the error of a
+float32 run is scaled by the ratio of the machine epsilons.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of a single call, which determine its result and are short enough to print."""
+    """Settings that determine the result of a single call and are short enough to print."""
 
     map: Literal["cosine", "rotate"] = "cosine"
     shape: tuple[int, ...] = (3, 5)
@@ -53,7 +53,7 @@ class Case:
     shift: tuple[float, ...] | float | None = None
     start: int = 0
     length: int | None = None
-    origin: Literal["none", "shared", "by_sample"] = "none"  # origin of a grid: integers up to 30
+    origin: Literal["none", "shared", "by_sample"] = "none"  # origin of a grid, random integers up to 30
     coords: Literal["grid", "shared", "by_sample"] = "grid"
     coords_dtype: torch.dtype = torch.float32
     coords_scale: float = 20.0
@@ -81,7 +81,7 @@ class Case:
     norm_weight: Literal["none", "shared", "by_head"] = "shared"  # always by head with norm_over="heads"
     norm_groups: int = 1  # number of token groups
     norm_bias: bool = True  # only for "layer"
-    norm_dtype: torch.dtype | None = None  # dtype of γ and β; None: dtype
+    norm_dtype: torch.dtype | None = None  # dtype of γ and β; None means ``dtype``
     eps: float = 1e-6
     offset: float = 0.0
     zero_rows: bool = False  # some tokens are zero
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def channels(self) -> int:
-        """Number of channels or pairs per head that have an angle."""
+        """Number of channels (or pairs) per head that have an angle."""
         cut = self.rotary_dim if isinstance(self.rotary_dim, slice) else slice(self.rotary_dim)
         width = len(range(self.head_dim)[cut])
         return width if self.map == "cosine" else width // 2
@@ -224,7 +224,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
 
 
 def make_tables(case: Case, randn: Callable[..., Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Make cos and sin tables of random numbers, not from angles, so that every entry matters. Gaps contain NaN.
+    """Make tables of random numbers instead of actual cos and sin, so that every entry matters. Gaps contain NaN.
 
     randn: function that draws a random tensor of a given size.
     """
@@ -315,9 +315,9 @@ def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Ten
 
 @contextmanager
 def rounded_angles() -> Iterator[None]:
-    """Make the reference compute angles in the dtype of frequencies and positions, which is float32 for plain grids.
+    """Make the reference compute angles in the dtype of frequencies and positions (float32 for plain grids).
 
-    The error of such a reference shows how far float32 arithmetic is from float64, which sets the error budget.
+    The error of such a reference shows how far float32 arithmetic is from float64. This sets the error budget.
     """
     exact, positions = reference.angles, Layout.positions
 
@@ -396,10 +396,10 @@ def check(
 ) -> list[Violation]:
     """Run a case with ``impl``, and return its violations of the error budget.
 
-    The gradients of ω, φ, norm weights and state sums have few entries, each of which is a sum. A single draw of them
+    The gradients of ω, φ, norm weights and state sums have few entries, each of which is a sum, so a single random draw
     may be unlucky. In about one in a hundred draws, the reference's error is below half of its mean, or below a third
-    for 16 entries. Therefore, five draws are judged together if only these gradients violate the budget, by at most
-    half in RMS or with fewer than 32 entries.
+    for 16 entries. Therefore, if only these gradients violate the budget, and they have fewer than 32 entries or exceed
+    it by at most half in RMS, five draws are judged together.
     """
     return _check_case(lambda seed: _draw_encoding(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
@@ -424,14 +424,14 @@ Draw = dict[str, tuple[Tensor, ...]]
 
 
 def _draw_encoding(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """Return the output of ``impl``, the reference's error and the exact value of each result."""
+    """Return each result as computed by ``impl``, with the reference's error and the exact value."""
     inputs = make_inputs(case, device)
     actual = run(inputs, impl, frequencies=frequencies)
     exact = run(inputs.to(torch.float64), "reference", frequencies=frequencies)
     scale, judged = 1.0, inputs
     if case.dtype == torch.float64:
         scale, judged = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps, inputs.to(torch.float32)
-        if isinstance(judged.positions, Grid):  # its coordinates are float64 unless they are indices
+        if isinstance(judged.positions, Grid):  # a grid's coordinates are float64 unless they are indices
             positions = judged.positions.explicit(device, torch.float32)
             judged = replace(judged, positions=positions)
     with rounded_angles():
@@ -456,14 +456,14 @@ def _violations(draw: Draw, case: Case | LinearCase, ulps: float) -> list[Violat
 
 @dataclass(frozen=True)
 class LinearCase:
-    """Settings of a single call of linear attention, which determine its result and are short enough to print."""
+    """Settings that determine the result of a call of linear attention and are short enough to print."""
 
     map: Literal["cosine", "rotate"] | None = "cosine"
     shape: tuple[int, ...] = (3, 5)
     prefix: int = 1
     suffix: int = 0
     k_shape: tuple[int, ...] | None = None  # shape of the keys in cross-attention
-    k_positions: tuple[tuple[str, Any], ...] = ()  # fields of Case that differ for the keys
+    k_positions: tuple[tuple[str, Any], ...] = ()  # fields of Case whose values differ for the keys
     batch: int = 2
     heads: tuple[int, int] = (4, 2)  # heads of q, and heads of k and v
     head_dim: int = 16
@@ -486,7 +486,7 @@ class LinearCase:
     gate: Literal["none", "float", "bool", "nan"] = "none"  # nan: gated keys and values are NaN
     gate_heads: int = 1
     mask: Literal["full", "causal", "block"] = "full"
-    norm: Literal["none", "rms", "layer"] = "none"  # this and the following fields as in Case
+    norm: Literal["none", "rms", "layer"] = "none"  # this field and the next ones as in Case
     norm_over: Literal["head", "heads"] = "head"
     norm_weight: Literal["none", "shared", "by_head"] = "shared"
     norm_groups: int = 1
@@ -498,7 +498,7 @@ class LinearCase:
     cu_seqlens: tuple[int, ...] | None = None  # lengths of the packed sequences
     state: bool = False
     return_state: bool = False
-    decay: Literal["none", "head", "block"] = "none"  # per head; or also per block or, with "causal", per token
+    decay: Literal["none", "head", "block"] = "none"  # per head, or per head and block (token if causal)
     rule: Literal["add", "delta"] = "add"
     directions: Literal["forward", "both"] = "forward"
     layout: Literal["bhnd", "bnhd", "packed", "odd"] = "bhnd"
@@ -525,7 +525,7 @@ class LinearCase:
 
     @property
     def key_scale(self) -> float:
-        """Factor on the random keys, which limits A of the delta rule to about 1 per block."""
+        """Factor that scales the random keys, so that A of the delta rule is at most about 1 per block."""
         return (self.head_dim * self.block) ** -0.5 if self.rule == "delta" else 1.0
 
     @property
@@ -639,7 +639,7 @@ def _make_decay(case: LinearCase, num_tokens: int, device: torch.device | str) -
 def _make_frequencies(
     case: LinearCase, randn: Callable[..., Tensor], device: torch.device | str
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Make random omega, phase and amplitude, or None for those that the case does not use."""
+    """Make random omega, phase and amplitude. Any that the case does not use are None."""
     if case.map is None:
         return None, None, None
     channels = case.encoding.channels
@@ -654,7 +654,7 @@ def _make_frequencies(
 def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = None) -> Callable[..., Any]:
     """Return a function (q, k, v, omega, phase, gate, state, weights, decay) -> (o, state) that makes the case's call.
 
-    operands: dtype to which the reference rounds the factors of its products, as the kernels do for 16-bit inputs.
+    operands: dtype to which the reference rounds its matmul operands, as the kernels do for 16-bit inputs.
     """
     case = inputs.case
 
@@ -741,9 +741,9 @@ def check_linear(
 
     For 16-bit inputs, the kernels multiply bfloat16 operands. With bfloat16 inputs and full attention, o and dv are
     compared with the plain reference, because they are rounded to bfloat16 in any case. All other results are compared
-    with a reference that also has bfloat16 operands. This concerns:
+    with a reference that also has bfloat16 operands:
 
-    - float32 results, which are the state and the gradients of the gate, the frequencies and the state
+    - float32 results: the state, and the gradients of the gate, the frequencies and the state
     - float16 results, which are more precise than the operands
     - dq and dk, which are differences (exactly 0 if a token attends to only one token)
     - normalizer "encoded", which divides by a difference, and causal or block masks
@@ -753,7 +753,7 @@ def check_linear(
 
 
 def _draw_linear(case: LinearCase, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """Return the output of ``impl``, the reference's error and the exact value of each result."""
+    """Return each result as computed by ``impl``, with the reference's error and the exact value."""
     inputs = make_linear_inputs(case, device)
     actual = run_linear(inputs, impl, frequencies=frequencies)
     exact = run_linear(inputs.to(torch.float64), "reference", frequencies=frequencies)

@@ -1,3 +1,3 @@
-"""Public import path of xPos, :func:`scale_xpos`."""
+"""Public import path of :func:`scale_xpos`."""
 
 from .modules.xpos import scale_xpos as scale_xpos

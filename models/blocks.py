@@ -1,4 +1,4 @@
-"""Blocks of diffusion transformers, in a single class whose options reproduce the blocks of published models.
+"""Blocks of diffusion transformers. A single class reproduces the blocks of published models through its options.
 
 There are three ways to attend to text. Text and patches can attend to each other with separate weights (MM-DiT, SD3,
 arXiv 2403.03206). Patches can attend to text with cross-attention (PixArt-α, arXiv 2310.00426). Finally, text and
@@ -37,9 +37,9 @@ TextAttention: TypeAlias = Literal["joint", "cross", "single"]
 
 
 class BlockOptions(NamedTuple):
-    """Options of a block. See :class:`lrpe_md.models.dit.DiT` for their meaning.
+    """Options of a block. See :class:`lrpe_md.models.dit.DiT` for an explanation.
 
-    ``feature_act`` is the activation of q and k in linear attention. It replaces the encoding's activation.
+    ``feature_act`` is the activation of q and k in linear attention, and replaces the encoding's activation.
     """
 
     embed_dim: int
@@ -58,7 +58,7 @@ class BlockOptions(NamedTuple):
 
 
 class TimeEmbedding(nn.Module):
-    """Embedding of diffusion times (B,) as vectors (B, C), from cosines and sines of 1000 t and a two-layer MLP.
+    """Embed diffusion times t (B,) as vectors (B, C), with sinusoidal features of 1000 t and a two-layer MLP.
 
     Attributes:
         base: base b of the frequencies b^(-i / num_frequencies).
@@ -77,7 +77,7 @@ class TimeEmbedding(nn.Module):
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x · (1 + scale) + shift for tokens x (B, N, C) and scale and shift (B, C)."""
+    """Return x · (1 + scale) + shift, for tokens x (B, N, C) with scale and shift (B, C)."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
@@ -87,14 +87,14 @@ def modulation(embed_dim: int, number: int) -> nn.Sequential:
 
 
 class ModulationTable(nn.Module):
-    """Learned offsets to shifts, scales and gates that all blocks share (adaLN-single, PixArt-α, arXiv 2310.00426)."""
+    """One block's learned offsets to the shared shifts, scales and gates (adaLN-single, PixArt-α, arXiv 2310.00426)."""
 
     def __init__(self, embed_dim: int, number: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros(number, embed_dim))
 
     def forward(self, shared: Tensor) -> Tensor:
-        """Add the offsets to the first of the shared vectors (B, m C), or to a single vector (B, C)."""
+        """Add the offsets to the leading channels of the shared vectors (B, m C), or to a single vector (B, C)."""
         number, embed_dim = self.table.shape
         return (shared.unflatten(-1, (-1, embed_dim))[:, :number] + self.table).flatten(1)
 
@@ -125,7 +125,7 @@ def _build_mlp(options: BlockOptions) -> nn.Module:
 
 
 def _normalize(norm: nn.Module, x: Tensor, dtype: torch.dtype, over: str) -> Tensor:
-    """Normalise q or k (B, H, N, D) over each "head" or over all "heads" together."""
+    """Normalise q or k (B, H, N, D), separately for each head (over="head") or over all heads (over="heads")."""
     if over == "heads":
         x = norm(x.transpose(1, 2).flatten(2)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
     else:
@@ -137,8 +137,8 @@ class Stream(nn.Module):
     """Weights of a block's self-attention and MLP for one sequence.
 
     Args:
-        parallel: whether attention and MLP read the same input, with a single gate for their sum.
-        last: whether the output is unused, in which case there are only weights for q, k and v.
+        parallel: whether attention and MLP read the same input, and a single gate scales the sum of their outputs.
+        last: whether the stream's output is unused, so that the stream only needs weights for q, k and v.
     """
 
     def __init__(self, options: BlockOptions, *, parallel: bool = False, last: bool = False) -> None:
@@ -158,7 +158,7 @@ class Stream(nn.Module):
             self.mlp = _build_mlp(options)
 
     def project(self, x: Tensor, c: Tensor, normed: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Project x (B, N, C) to q, k and v (B, H, N, D), and also return ``rest`` for :meth:`update` and :meth:`feed`.
+        """Return x (B, N, C) projected to q, k, v (B, H, N, D), and ``rest`` for :meth:`update` and :meth:`feed`.
 
         ``c`` is the conditioning vector (B, C or 6 C). If ``normed`` is True, q and k are normalised.
         """
@@ -173,7 +173,7 @@ class Stream(nn.Module):
         return (q, k, v), tuple(rest)
 
     def update(self, x: Tensor, attended: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
-        """Add the attention's output (B, H, N, D) to x (B, N, C), together with the MLP's if they run in parallel."""
+        """Add the output of attention (B, H, N, D) to x (B, N, C), and also that of the MLP if both run in parallel."""
         if self.last:
             return x
         attended = self.proj(self.norm(rearrange(attended, "b h n d -> b n (h d)")))
@@ -202,7 +202,7 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(embed_dim, embed_dim)
 
     def forward(self, x: Tensor, text: Tensor, mask: Tensor | None) -> Tensor:
-        """Add the attention to text (B, L, C) to x (B, N, C). The mask (B, L) is False for padding."""
+        """Compute attention to text (B, L, C), and add it to x (B, N, C). The mask (B, L) is False for padding."""
         q = rearrange(self.q(self.norm(x)), "b n (h d) -> b h n d", h=self.num_heads)
         k, v = rearrange(self.kv(text), "b l (two h d) -> two b h l d", two=2, h=self.num_heads)
         q = _normalize(self.q_norm, q, v.dtype, self.qk_norm)
@@ -217,8 +217,8 @@ class DiTBlock(nn.Module):
 
     Args:
         text: how to attend to text. With "joint", text and patches attend to each other, with separate weights. With
-            "cross", patches attend to patches and then to text, before the MLP (or after it with ``parallel``). With
-            "single", text and patches form one sequence with shared weights. None means no text.
+            "cross", patches first attend to patches, and then to text, before the MLP (or after the MLP with
+            ``parallel``). With "single", text and patches form one sequence with shared weights. None means no text.
         parallel: see :class:`Stream`.
         last: whether the text that the block returns is unused.
         decay: decay of the linear attention state; see :meth:`lrpe_md.Memory.build_decay`.
@@ -246,8 +246,8 @@ class DiTBlock(nn.Module):
             x: patches (B, N - L, C), or (B, N, C) with cross-attention.
             text: text tokens (B, L, C), or None.
             c: conditioning vector (B, C), or (B, 6 C) with shared modulation.
-            context: inputs that all blocks share. Its mask is (B, N), or (B, L) with cross-attention, and False for
-                padding.
+            context: inputs that all blocks share. The mask has shape (B, N), or (B, L) with cross-attention, and is
+                False for padding.
         """
         norm = self.norm(context, 0 if text is None else text.shape[1], x.dtype)
         if self.text is not None and text is not None:
@@ -275,7 +275,7 @@ class DiTBlock(nn.Module):
         return self.image.feed(self.image.update(x, attended[:, :, length:], rest), rest), text
 
     def norm(self, context: Context, length: int, dtype: torch.dtype) -> Norm | None:
-        """Return the norm of q and k for the encoding to apply, or None if it must run before the encoding."""
+        """Return the norm for the encoding to apply to q and k, or None if the norm must run before the encoding."""
         if not takes_norm(context.encoding, self.attention):
             return None
         heads = (self.num_heads, self.num_heads) if self.qk_norm == "heads" else None
@@ -288,7 +288,7 @@ class DiTBlock(nn.Module):
         return join_norms((text, image))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, norm: Norm | None) -> Tensor:
-        """Encode q and k (B, H, N, D), and return their self-attention."""
+        """Encode q and k, and return the output of self-attention. All shapes are (B, H, N, D)."""
         encoding, positions = context.encoding, context.positions
         mask = None if self.cross is not None else context.attn_mask
         if self.attention == "linear":
@@ -309,7 +309,7 @@ class DiTBlock(nn.Module):
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Combine the per-head norms of prefix, grid and suffix tokens, or return None if one is missing or they differ."""
+    """Combine the per-head norms of prefix, grid and suffix tokens. Return None if one is missing or they differ."""
     norms = [norm for norm in groups if norm is not None and norm.weight is not None]
     if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
         return None

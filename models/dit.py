@@ -3,12 +3,13 @@
     model = DiT(encoding="rotate", text_encoder=TextEncoder())
     v = model(z, t, tokenize(["a red square"]))       # z (B, C, height, width), t (B,); losses and sampling: .flow
 
-Text joins the self-attention of patches, or patches attend to text with cross-attention. Blocks are conditioned on time
-and pooled text through adaLN-zero (DiT, arXiv 2212.09748). Image size and text length may change from call to call.
-Options reproduce the blocks of published models, and ``DiT.from_name("XL/2", ..)`` uses a published size.
+Text takes part in the self-attention of patches, or patches attend to text with cross-attention. Blocks are conditioned
+on time and pooled text through adaLN-zero (DiT, arXiv 2212.09748). Image size and text length may change from call to
+call. The options can reproduce the blocks of published models, and ``DiT.from_name("XL/2", ..)`` uses a published size.
 
 Forward-mode differentiation (``torch.func.jvp``, dual numbers) works with respect to all inputs. In this mode,
-encodings run the reference, and attention runs PyTorch's plain implementation, because fused kernels don't support it.
+encodings run the reference, and attention runs PyTorch's plain implementation, because fused kernels don't support this
+mode.
 
 Shapes: B batch, K axes, L text tokens, R registers, N tokens (text, then registers and patches), C embed_dim, H heads,
 D head_dim.
@@ -16,8 +17,9 @@ D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -47,8 +49,9 @@ from .blocks import (
 )
 from .text import Text, TextFeatures, replace_texts
 
-__all__ = ["SIZES", "DiT", "patchify", "unpatchify"]
+__all__ = ["SIZES", "DiT", "TrainedGrids", "patchify", "unpatchify"]
 
+Reference = Sequence[int | None] | None
 AXES = {2: ("h", "w"), 3: ("t", "h", "w")}
 SIZES = {  # DiT, arXiv 2212.09748, table 1
     "S": {"embed_dim": 384, "depth": 12, "num_heads": 6},
@@ -67,7 +70,7 @@ def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
 
 
 def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Tensor:
-    """Undo :func:`patchify` for a patch grid of the given shape."""
+    """Undo :func:`patchify`. ``shape`` is the shape of the patch grid."""
     axes = AXES[len(patch_size)]
     joined = " ".join(f"({a} p{a})" for a in axes)
     pattern = f"b ({' '.join(axes)}) (c {' '.join(f'p{a}' for a in axes)}) -> b c {joined}"
@@ -86,46 +89,71 @@ def check_input(x: Tensor, in_chans: int, num_axes: int) -> None:
     )
 
 
+@dataclass(frozen=True)
+class TrainedGrids:
+    """Rule for ``DiT.reference``: map positions onto a grid with the image's aspect ratio and the trained area.
+
+    Images that are larger than in training are mapped onto the largest trained area, and smaller images onto the
+    smallest trained area. Images with an area in between keep one unit per patch. Frames always keep one unit per
+    patch.
+
+    Args:
+        sides: side lengths of the square training images, in patches.
+    """
+
+    sides: tuple[float, ...]
+
+    def __call__(self, shape: Sequence[int]) -> Reference:
+        """Return the reference for a patch grid ([frames,] height, width)."""
+        *frames, height, width = shape
+        side = math.sqrt(height * width)
+        trained = min(max(side, min(self.sides)), max(self.sides))
+        if height == width == trained:
+            return None
+        return *(None for _ in frames), *(max(1, round(trained * n / side)) for n in (height, width))
+
+
 class DiT(nn.Module):
     """Diffusion transformer for images (B, in_chans, height, width) or videos (B, in_chans, frames, height, width).
 
     Args:
         num_axes: number of axes, 2 for images and 3 for videos.
-        in_chans: number of input channels, of pixels or latents.
+        in_chans: number of input channels (of pixels or latents).
         out_chans: number of output channels. Default: in_chans.
         patch_size: one number for height and width (with 1 for frames), or one number for each axis.
         embed_dim, depth, num_heads: width, number of blocks and number of heads; see :meth:`from_name`.
-        mlp, mlp_ratio: kind of MLP, "gelu", "gelu_tanh" (with the tanh approximation) or "swiglu", and its hidden width
-            as a multiple of embed_dim.
+        mlp, mlp_ratio: type of the MLPs, "gelu", "gelu_tanh" (with the tanh approximation) or "swiglu", and their
+            hidden width as a multiple of embed_dim.
         norm: "layer" (LayerNorm without weights) or "rms" (RMSNorm with weights).
-        qk_norm: "head" or "heads" applies RMSNorm to q and k over each head or over all heads. "none" disables it.
+        qk_norm: "head" or "heads" applies RMSNorm to q and k over each head or over all heads. "none" disables the
+            norm.
         modulation: with "block", each block has its own MLP that computes shifts, scales and gates from the time. With
             "shared", all blocks share one MLP, and each block learns offsets (adaLN-single, PixArt-α, arXiv
             2310.00426).
         parallel: whether to run a block's attention and MLP in parallel on the same input (ViT-22B, arXiv 2302.05442).
-            Pass one value, or a sequence that is repeated over the blocks.
+            Pass one value, or a sequence that repeats over the blocks.
         reg_tokens: number of register tokens. They are not rotated.
         encoding, encoding_kwargs: encoding of q and k; see :func:`lrpe_md.integrations.encoding.build_encoding`. A
             preset (flux1, wan, qwen_image, ..) also defines the positions of text and image.
         absolute: absolute position embedding to add to the patches, "none", "sincos", or "sincos_dit" (with the channel
             order that DiT's and PixArt's weights expect).
-        attention, normalizer: "softmax" or "linear"; see :func:`lrpe_md.linear_attention`. Pass one kind, or a sequence
-            that is repeated over the blocks, such as ("linear", "linear", "linear", "softmax"). Linear layers default
-            to act="relu". With normalizer="none", they add an RMSNorm after the attention. Cross-attention always uses
-            softmax.
-        memory: a :class:`lrpe_md.Memory` with directions="both", which defines how linear layers forget other frames.
-            This requires videos (``num_axes=3``) and text_attention="cross", because text in the sequence would be
-            forgotten, too.
+        attention, normalizer: "softmax" or "linear"; see :func:`lrpe_md.linear_attention`. Pass one value, or a
+            sequence that repeats over the blocks, such as ("linear", "linear", "linear", "softmax"). Linear layers
+            default to act="relu". With normalizer="none", linear layers add an RMSNorm after the attention.
+            Cross-attention always uses softmax.
+        memory: a :class:`lrpe_md.Memory` with directions="both" to define how linear layers forget other frames. This
+            requires videos (``num_axes=3``) and text_attention="cross", because text in the sequence would also be
+            forgotten.
         keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
         text_encoder: module that turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text` and
             defines the empty condition. Use an encoder from :mod:`lrpe_md.models.text` (for captions, class labels or
-            precomputed features), or write your own as described there. None builds an unconditional model.
+            precomputed features), or write your own as that module describes. None builds an unconditional model.
         text_width, pooled_width: number of channels of precomputed features. This is a shorthand for passing
             :class:`lrpe_md.models.text.TextFeatures` as text_encoder.
         text_attention: with "joint", text and patches attend to each other, with separate weights (MM-DiT, SD3). With
-            "single", they form one sequence with shared weights. With "cross", patches attend to patches and then to
-            text. Pass one value, or a sequence that is repeated over the blocks. FLUX has joint blocks followed by
-            single ones.
+            "single", they form one sequence with shared weights. With "cross", patches first attend to patches and then
+            to text. Pass one value, or a sequence that repeats over the blocks. FLUX uses "joint" blocks followed by
+            "single" blocks.
         cross_norm: whether to apply a LayerNorm before cross-attention.
         text_projection: projection of text features to embed_dim, "linear", or "mlp" with one hidden layer.
         pooled_projection: projection of pooled features. "none" adds them unchanged to the time embedding (DiT's class
@@ -137,8 +165,12 @@ class DiT(nn.Module):
         interval: whether to condition on t - r as well, to predict mean velocities; see ``r`` in :meth:`forward`.
 
     Attributes:
-        reference: size of the grid to which positions are interpolated, one number or None for each axis. None
-            extrapolates with one unit per patch, or with the preset's rule. You can change it at any time.
+        reference: size of the grid to which positions are interpolated: None, one number, or one entry per axis. None
+            extrapolates with one unit per patch, or with the preset's rule. You can also set a function from the shape
+            of the patch grid to such a value, for example a :class:`TrainedGrids`. You can change the reference at any
+            time.
+        prediction: what the model predicts, "velocity", "noise" or "sample". The losses and samplers in :mod:`.flow`
+            use this prediction by default. You can change it at any time.
         grad_checkpointing: whether to recompute the blocks in the backward pass.
 
     Raises:
@@ -190,7 +222,8 @@ class DiT(nn.Module):
         self.num_axes, self.in_chans, self.out_chans = num_axes, in_chans, in_chans if out_chans is None else out_chans
         self.patch_size = _check_patch_size(num_axes, patch_size)
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.reference: tuple[int | None, ...] | None = None
+        self.reference: Reference | Callable[[Sequence[int]], Reference] = None
+        self.prediction: Literal["velocity", "noise", "sample"] = "velocity"
         self.grad_checkpointing = False
 
         texts = repeat_over_layers("text_attention", text_attention, depth, ("joint", "cross", "single"))
@@ -214,7 +247,7 @@ class DiT(nn.Module):
 
         Args:
             name: size ("S", "B", "L" or "XL"), a slash, and the patch size.
-            kwargs: arguments of the class, which override those that the name implies.
+            kwargs: arguments of the class. They override the sizes that the name implies.
 
         Raises:
             ValueError: for an unknown name.
@@ -229,7 +262,7 @@ class DiT(nn.Module):
     def _set_encoding(
         self, encoding: Encoding, kwargs: dict[str, Any], kinds: Sequence[AttentionKind], normalizer: NormalizerName
     ) -> Act | None:
-        """Build the encoding, and return the activation with which linear layers replace the encoding's own."""
+        """Build the encoding, and return the activation that linear layers use instead of the encoding's own."""
         head_dim = self.embed_dim // self.num_heads
         self.encoding, feature_act = build_for_layers(
             encoding, kwargs, head_dim, self.num_heads, kinds, self.num_axes, normalizer
@@ -349,10 +382,10 @@ class DiT(nn.Module):
             )
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
         self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
-        self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # check the rules
+        self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # check the position rules
 
     def _init_weights(self) -> None:
-        """Initialise the weights as in DiT, so that each block is initially the identity and the output is zero."""
+        """Initialise the weights as in DiT, so that each block starts as the identity and the output starts at zero."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.startswith("text_encoder."):
                 nn.init.xavier_uniform_(module.weight)
@@ -372,7 +405,7 @@ class DiT(nn.Module):
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of frequencies, phases, decays and embedding tables, which an optimiser should not decay."""
+        """Return the names of parameters without weight decay: frequencies, phases, decays and embedding tables."""
         ends = ("text_encoder.embed.weight", "reg_token", "modulation.table")
         table = {name for name, _ in self.named_parameters() if name.endswith(ends)}
         return table | EncodingStack(self.encoding).no_weight_decay(self)
@@ -384,25 +417,26 @@ class DiT(nn.Module):
 
         Args:
             shape: shape of the patch grid.
-            length: number of text tokens in the sequence. With cross-attention, there are none.
-            mask: mask (B, L) of the text, which is False for padding. If the image follows the text, each sample's
-                image then starts where its text ends.
+            length: number of text tokens in the sequence, which is 0 with cross-attention.
+            mask: mask (B, L) of the text, which is False for padding. If the image follows the text, the mask
+                determines where each sample's image starts.
         """
         before = length if self.preset is not None else replace(self.text_positions, length=length)
         stack = EncodingStack(self.encoding)
-        placed = stack.lay_out(shape, before, after=self.image_after, reference=self.reference, device=device)
+        placed = stack.lay_out(shape, before, after=self.image_after, reference=self._refer(shape), device=device)
         if self.image_after and mask is not None and not isinstance(placed, Grid):
             placed = _move_image(placed, self.image_after, length, mask)
         return _insert_unrotated(placed, length, self.num_registers) if self.num_registers else placed
 
     def encode_text(self, text: Any) -> Text:
-        """Encode the condition once, to reuse it in many calls of :meth:`forward`.
+        """Encode the condition once, so that you can reuse the result in many calls to :meth:`forward`.
 
         Args:
             text: input of the text_encoder. A :class:`lrpe_md.models.text.Text` is only checked.
 
         Raises:
-            ValueError, TypeError: if there is no text_encoder, or the features don't have the widths that it declares.
+            ValueError, TypeError: if there is no text_encoder, or the features don't have the widths that the encoder
+                declares.
         """
         if self.text_encoder is None:
             raise ValueError(
@@ -430,8 +464,8 @@ class DiT(nn.Module):
         """Return the text_encoder's empty condition for each sample of a batch.
 
         Args:
-            like: text that the empty condition replaces. If it is a :class:`lrpe_md.models.text.Text` and the encoder
-                has no method ``empty``, the empty condition consists of zeros.
+            like: text to be replaced by the empty condition. If this is a :class:`lrpe_md.models.text.Text` and the
+                encoder has no method ``empty``, the empty condition consists of zeros.
 
         Raises:
             TypeError: if the encoder has no method ``empty``.
@@ -442,21 +476,21 @@ class DiT(nn.Module):
         if isinstance(like, Text):
             return like.zeros(batch)
         raise TypeError(
-            "text_encoder: expected a method empty(batch) that returns the inputs for empty conditions, or their Text, "
-            f"got {type(self.text_encoder).__name__} without one; add it, or pass text, and negative= for guidance"
+            f"text_encoder: {type(self.text_encoder).__name__} has no method empty(batch), which returns empty "
+            "conditions; add one, or pass text= (and negative= for guidance)"
         )
 
     def forward(
         self, x: Tensor, t: Tensor, text: Any = None, r: Tensor | None = None, drop: Tensor | None = None
     ) -> Tensor:
-        """Return the velocity at x (B, in_chans, [frames,] height, width) and t (B,), with x's shape.
+        """Return the velocity for x (B, in_chans, [frames,] height, width) at times t (B,), in x's shape.
 
         Args:
             text: input of the text_encoder, such as tokens (B, L) or labels (B,), or the result of :meth:`encode_text`.
                 None means the empty condition.
             r: end (B,) of the time interval over which to predict the mean velocity. Default: t.
-            drop: mask (B,) of the samples whose condition is replaced by the empty one. For guidance, drop about a
-                tenth in training.
+            drop: mask (B,) of the samples whose condition is replaced by the empty one. To use guidance later, drop
+                about a tenth of the conditions in training.
         """
         shape = self._grid_shape(x, t)
         c = self.time(t)
@@ -481,11 +515,16 @@ class DiT(nn.Module):
         shift, scale = self.modulation(c).chunk(2, dim=-1)
         return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
 
+    def _refer(self, shape: Sequence[int]) -> Reference:
+        """Return the size to which the positions of a patch grid are interpolated."""
+        return self.reference(shape) if callable(self.reference) else self.reference
+
     def _embed_patches(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Embed x, and return the register and patch tokens (B, R + N, C)."""
         tokens = self.embed(patchify(x, self.patch_size)).to(x.dtype)  # residuals keep x's dtype, even under autocast
         if self.sincos is not None:
-            grid = Grid(shape) if self.reference is None else Grid(shape).interpolate(self.reference)
+            reference = self._refer(shape)
+            grid = Grid(shape) if reference is None else Grid(shape).interpolate(reference)
             ones = torch.ones(1, 1, tokens.shape[1], self.embed_dim // 2, dtype=x.dtype, device=x.device)
             table = self.sincos(ones, positions=grid)[0]  # [cos Θ, sin Θ], each with the last axis first
             if self.absolute == "sincos_dit":
@@ -498,7 +537,7 @@ class DiT(nn.Module):
     def _run_blocks(
         self, tokens: Tensor, features: Tensor | None, c: Tensor, positions: Any, mask: Tensor | None, frame: int
     ) -> Tensor:
-        """Run all blocks, with ``frame`` patches per frame."""
+        """Run all blocks. ``frame`` is the number of patches per frame."""
         stack = EncodingStack(self.encoding)
         positions = stack.locate(positions)
         if self.shared_modulation is not None:
@@ -590,7 +629,7 @@ def _projection(kind: str, width: int, embed_dim: int, act: Any) -> nn.Module:
 
 
 def _move_image(placed: Coordinates, axes: Sequence[int], length: int, mask: Tensor) -> Coordinates:
-    """Shift each sample's image so that it follows the end of its text."""
+    """Shift the image of each sample to the end of the sample's text."""
     padding = length - mask.sum(1)
     behind = torch.zeros_like(placed.coords)
     behind[length:, list(axes)] = 1

@@ -1,8 +1,9 @@
 """Losses, guidance and sampling for flow matching.
 
 The straight path from an image (t = 0) to noise (t = 1) is z_t = (1 - t) x + t ε, and its velocity is v = ε - x (Lipman
-et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``model(z, t, text)``. They return v, or ε
-with ``prediction="noise"``, or x with ``prediction="sample"``.
+et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``model(z, t, text)``. With
+``prediction="noise"``, they predict ε, and with ``prediction="sample"``, they predict x. The default is the attribute
+``model.prediction``. Models without this attribute predict v.
 
 B is the batch size. The shape of x, z and ε is (B, C, ..), and the shape of t is (B,).
 """
@@ -36,7 +37,7 @@ def draw_times(
 ) -> Tensor:
     """Draw random times (B,) for training, in float32.
 
-    distribution: "logit-normal" draws sigmoid(n) with n ~ N(0, 1), which favours the middle (SD3, arXiv 2403.03206).
+    distribution: "logit-normal" draws sigmoid(n) with n ~ N(0, 1), favouring the middle (SD3, arXiv 2403.03206).
         "uniform" draws from [0, 1).
     """
     if distribution not in ("logit-normal", "uniform"):
@@ -51,11 +52,18 @@ def _check_prediction(prediction: str) -> None:
         raise ValueError(f"prediction: expected 'velocity', 'noise' or 'sample', got {prediction!r}")
 
 
+def _prediction_of(model: Any, prediction: Prediction | None) -> Prediction:
+    """Return ``prediction``, or by default the model's. The model may be wrapped in DistributedDataParallel."""
+    found: Any = prediction or getattr(getattr(model, "module", model), "prediction", "velocity")
+    _check_prediction(found)
+    return found
+
+
 def velocity_of(output: Tensor, z: Tensor, t: Tensor, prediction: Prediction = "velocity") -> Tensor:
     """Convert a model's output at z and t (B,) to a velocity.
 
-    For noise ε, the velocity is (ε - z) / (1 - t), so t must be below 1. For a sample x, it is (z - x) / t, so t must
-    be above 0.
+    For noise ε, the velocity is (ε - z) / (1 - t), so t must be below 1. For a sample x, the velocity is (z - x) / t,
+    so t must be above 0.
     """
     _check_prediction(prediction)
     if prediction == "velocity":
@@ -71,7 +79,7 @@ def flow_matching_loss(
     noise: Tensor,
     *,
     drop: Tensor | None = None,
-    prediction: Prediction = "velocity",
+    prediction: Prediction | None = None,
 ) -> Tensor:
     """Return the mean squared error (B,) of the model's prediction for each sample, in at least float32.
 
@@ -80,28 +88,28 @@ def flow_matching_loss(
         text: the model's text input.
         t: times (B,), from 0 (image) to 1 (noise).
         noise: noise ε, with x's shape.
-        drop: mask (B,) of the samples whose text is replaced by the empty condition. For guidance, drop about a tenth
-            in training.
-        prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or "sample" (x).
+        drop: mask (B,) of the samples whose text is replaced by the empty condition. To use guidance later, drop about
+            a tenth of the texts in training. prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or
+            "sample" (x). The default is ``model.prediction``, or "velocity" for a model without this attribute.
     """
-    _check_prediction(prediction)
+    prediction = _prediction_of(model, prediction)
     z = torch.lerp(x, noise, _like(t, x))
     wanted = {"velocity": lambda: noise - x, "noise": lambda: noise, "sample": lambda: x}[prediction]()
     return _mean_square(model(z, t, text, **_dropped(drop)), wanted)
 
 
 def _dropped(drop: Tensor | None) -> dict[str, Tensor]:
-    """Return ``drop`` as a keyword argument if it is not None, because not all models accept it."""
+    """Return the keyword arguments for ``drop``. None is not passed, because not all models accept the argument."""
     return {} if drop is None else {"drop": drop}
 
 
 def mean_flow_loss(
     model: Any, x: Tensor, text: Any, r: Tensor, t: Tensor, noise: Tensor, *, drop: Tensor | None = None
 ) -> Tensor:
-    """Return the MeanFlow loss (B,), with which ``model(z, t, text, r)`` learns the mean velocity u from t to r.
+    """Return the MeanFlow loss (B,), which trains ``model(z, t, text, r)`` to predict the mean velocity u from t to r.
 
-    The target for u is v - (t - r) du/dt. The derivative du/dt is computed with forward mode along (v, 1), and treated
-    as a constant. A trained model samples in a single step, z_0 = z_1 - u(z_1, r=0, t=1).
+    The target for u is v - (t - r) du/dt. The derivative du/dt is computed with forward-mode differentiation along (v,
+    1), and treated as a constant. A trained model samples in a single step: z_0 = z_1 - u(z_1, r=0, t=1).
 
     Source: Geng et al., arXiv 2505.13447, without guidance and adaptive weights.
     """
@@ -122,15 +130,15 @@ def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
 def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = None) -> Velocity:
     """Return a function (z, t) → v_neg + scale · (v_text - v_neg), where v_neg is the velocity with the negative text.
 
-    Texts are encoded only once. If the model predicts noise or samples, the function does, too; see
+    Texts are encoded only once. If the model predicts noise or samples, so does the returned function; see
     :func:`velocity_of`.
 
     Args:
         model: a :class:`lrpe_md.models.dit.DiT`.
         text: the model's text input for B samples. None means the empty condition.
         scale: guidance scale. With 1, only the conditional model runs, which halves the cost.
-        negative: text to steer away from, for B samples or for one. The default is the empty condition of the model's
-            text_encoder.
+        negative: text to steer away from, one for each of the B samples or one for all. The default is the empty
+            condition of the model's text_encoder.
 
     Raises:
         TypeError: if there is no negative, and the text_encoder has no method ``empty``.
@@ -147,7 +155,7 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
     if text is None:
         wanted = model.empty_text(batch)
     if away.batch_size not in (1, batch):
-        raise ValueError(f"negative: expected 1 text, or {batch} as in text, got {away.batch_size}")
+        raise ValueError(f"negative: expected 1 text, or {batch} texts as in text, got {away.batch_size}")
     away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
     both = join_texts(wanted, away)
 
@@ -165,10 +173,10 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     """Return the sampling times (steps + 1,) from 1 to 0, in float64.
 
     ``shift`` changes each time t to shift · t / (1 + (shift - 1) t). With values above 1, more steps are close to the
-    noise. For images with m pixels instead of n, use √(m/n) (SD3, arXiv 2403.03206, eq. 23).
+    noise. If a shift of 1 suits images with n pixels, use √(m/n) for m pixels (SD3, arXiv 2403.03206, eq. 23).
     """
     if steps < 1 or not shift > 0:
-        raise ValueError(f"steps, shift: expected at least 1 and a positive number, got {steps}, {shift}")
+        raise ValueError(f"steps, shift: expected steps >= 1 and shift > 0, got {steps}, {shift}")
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return shift * t / (1 + (shift - 1) * t)
 
@@ -180,7 +188,8 @@ def integrate(velocity: Velocity, z: Tensor, times: Tensor, method: Method = "he
     two calls per step).
     """
     if method not in ("euler", "heun"):
-        raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}")
+        others = "; dpm++ and unipc are only samplers of `lrpe-md train sample`" if method in ("dpm++", "unipc") else ""
+        raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}{others}")
     times = times.to(z.device, torch.promote_types(z.dtype, torch.float32))[:, None].expand(-1, z.shape[0])
     for now, then in pairwise(times):
         step = _like(then - now, z)
@@ -202,22 +211,23 @@ def sample(
     steps: int = 50,
     method: Method = "euler",
     shift: float = 1.0,
-    prediction: Prediction = "velocity",
+    prediction: Prediction | None = None,
 ) -> Tensor:
-    """Sample images from noise (B, C, ..), which may have any size that the model's patch size divides.
+    """Sample images from noise (B, C, ..). Any size that the model's patch size divides is possible.
 
-    :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift, and
-    :func:`integrate` documents method. Pass the same ``prediction`` as in training. A noise prediction does not
-    determine the image at t = 1, so sampling starts at ``NOISE_START`` instead. A sample prediction does not determine
-    the noise at t = 0, so the last step uses Euler's method.
+    :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift, :func:`integrate`
+    documents method, and :func:`flow_matching_loss` documents the default of ``prediction``. The prediction must be the
+    same as in training. A noise prediction does not determine the image at t = 1, so sampling starts at ``NOISE_START``
+    instead. A sample prediction does not determine the noise at t = 0, so the last step uses Euler's method.
     """
+    found = _prediction_of(model, prediction)
     predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
-        return velocity_of(predict(z, t), z, t, prediction)
+        return velocity_of(predict(z, t), z, t, found)
 
-    if prediction == "noise":
+    if found == "noise":
         times = times.clamp(max=NOISE_START)
-    if prediction == "sample":
+    if found == "sample":
         return integrate(velocity, integrate(velocity, noise, times[:-1], method), times[-2:], "euler")
     return integrate(velocity, noise, times, method)

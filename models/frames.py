@@ -1,4 +1,4 @@
-"""Softmax attention between the frames of a video, which re-encodes the keys when its window moves.
+"""Softmax attention between the frames of a video. When the window moves, the keys are re-encoded.
 
 Shapes: B batch, N tokens, C embed_dim, H heads, D head_dim.
 """
@@ -20,7 +20,7 @@ __all__ = ["FrameAttention", "attend_frames"]
 
 
 class FrameAttention(LrpeAttention):
-    """Attention to a token's own frame and to earlier ones, if the :class:`Context` has frames."""
+    """Attention in which each token attends to its own and earlier frames, if the :class:`Context` has frames."""
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Compute attention for x (B, N, C)."""
@@ -33,12 +33,12 @@ class FrameAttention(LrpeAttention):
 
 
 def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, is_causal: bool = False) -> Tensor:
-    """Compute softmax attention of unencoded q, k, v (B, H, N, D) to a token's own frame and to earlier ones.
+    """Encode q and k (B, H, N, D), and compute softmax attention of each token to its own frame and to earlier frames.
 
-    Frames have ``context.block`` tokens each and follow the prefix. All tokens attend to the prefix, which only attends
-    to itself. Keys of earlier frames are stored without encoding, and re-encoded when the window moves. The first frame
-    in the window is always at position 0, so positions never exceed the window (block-relativistic RoPE, arXiv
-    2511.20649).
+    Frames have ``context.block`` tokens each and follow the prefix. All tokens attend to the prefix, and prefix tokens
+    only attend to the prefix. Keys of earlier frames are stored unencoded, so that they can be encoded again when the
+    window moves. The first frame in the window is always at position 0, so positions never exceed the window
+    (block-relativistic RoPE, arXiv 2511.20649).
     """
     grid, size, window = context.positions, context.block, context.window
     assert grid is not None
@@ -59,11 +59,11 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
     if context.carried is not None:
         kept = frames if window is None else min(frames, window - 1)
         parts = (_take_frames(t, prefix, frames - kept, frames, size) for t in (k, v))
-        # Clone slices, because a view would keep the whole projection, or dropped frames, alive.
+        # Clone slices, because a view would keep the entire projection (or dropped frames) in memory.
         whole = before is not None and kept == frames
         context.carried.after.append(tuple(t if prefix or whole else t.clone() for t in parts))
     if not isinstance(grid, Grid) and (window is not None or before is not None):
-        raise ValueError("window: expected None with dropped tokens, because their frames have a table of positions")
+        raise ValueError("window: expected None if tokens are dropped, because it needs positions on a grid")
     if window is None or frames <= window:
         mask = _mask_frames(q.shape[2], k.shape[2], prefix, size, k.device) if before is None or new > 1 else None
         return _attend_window(attn, q, k, v, context, (frames, new if before is not None else None), mask)
@@ -99,13 +99,13 @@ def _check_kept(before: Any, k: Tensor, v: Tensor, prefix: int, size: int) -> No
 
 
 def _take_frames(t: Tensor, prefix: int, first: int, last: int, size: int) -> Tensor:
-    """Return the prefix and the frames from ``first`` to ``last``."""
+    """Return the prefix tokens and the frames from ``first`` to ``last``."""
     frames = t[:, :, prefix + first * size : prefix + last * size]
     return torch.cat([t[:, :, :prefix], frames], dim=2) if prefix else frames
 
 
 def _mask_frames(num_queries: int, num_keys: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """Return a mask (queries, keys) that is True where a query attends to a key. Queries are the last of the tokens."""
+    """Return a mask (queries, keys) that is True where a query attends to a key. The queries are the last tokens."""
     frame = ((torch.arange(num_keys, device=device) - prefix) // size).clamp_min(-1)
     return frame[num_keys - num_queries :, None] >= frame
 
@@ -114,10 +114,10 @@ def _attend_window(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, frames: tuple[int, int | None],
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Encode q and k of a window, and compute its attention.
+    """Encode the q and k of a window, and compute attention within the window.
 
-    frames: number of frames in k, and number of frames in q, which are the last of them. For q, None means the same
-    tokens as in k.
+    frames: number of frames in k, and number of frames in q. The frames in q are the last frames in k. None means that
+    q has the same tokens as k.
     """
     encoding, grid, size = context.encoding, context.positions, context.block
     if encoding is not None:

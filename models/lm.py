@@ -1,7 +1,7 @@
-"""A compact causal language model that supports all encodings of q and k.
+"""A compact causal language model that supports every encoding of q and k.
 
-It has pre-norm blocks with RMSNorm and SwiGLU, grouped-query attention, and tied embeddings. For decoding, softmax
-attention uses a static cache of encoded keys, and linear attention uses a state of constant size; see
+The model has pre-norm blocks with RMSNorm and SwiGLU, grouped-query attention, and tied embeddings. When decoding,
+softmax attention uses a static cache of encoded keys, and linear attention uses a state of constant size; see
 :mod:`lrpe_md.models.lm_decode`. ``model.rescale`` rescales the frequencies in place at run time.
 
 Shapes: B batch, N tokens, C dim, H query heads, G key heads, R = H / G, D head_dim, E width of encoded keys (2D with
@@ -47,16 +47,17 @@ class LmConfig:
         encoding: map of q and k, "rotate", "cosine", or "none" for no positions. You can also pass a scheme with one
             axis, as a name from :func:`lrpe_md.list_presets`, a Scheme or a Preset. act, phase, learnable and base
             override the scheme if they differ from their defaults.
-        act: elementwise activation before the map. softplus with cosine and phase is PoPE (arXiv 2509.10534).
-        phase: whether to learn a phase for each layer, key head and channel. It applies only to keys, because the same
-            phase on q would cancel it.
+        act: elementwise activation before the map. encoding="cosine" with act="softplus" and a phase is PoPE (arXiv
+            2509.10534).
+        phase: whether to learn a phase for each layer, key head and channel. The phase only applies to keys, because
+            the same phase on q and k would cancel out.
         learnable: whether to learn the frequencies, separately for each layer and key head.
         base: base of the geometric series of frequencies.
-        attention: "softmax" or "linear" for all layers, or a sequence of kinds that is repeated over the depth.
-            "linear" uses an RMSNorm after the attention instead of a denominator (TransNormer, arXiv 2210.10340), so
-            that features may be negative.
-        memory: a :class:`lrpe_md.Memory` with a decay, which defines how linear layers forget earlier tokens. On a GPU,
-            the slower reference computes the gradient of learned decays.
+        attention: "softmax" or "linear" for all layers, or a sequence of these that repeats over the layers. "linear"
+            uses an RMSNorm after the attention instead of a denominator (TransNormer, arXiv 2210.10340), so features
+            may be negative.
+        memory: a :class:`lrpe_md.Memory` with a decay to define how linear layers forget earlier tokens. On a GPU, the
+            slower reference computes the gradient of learned decays.
         keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
 
     Raises:
@@ -114,7 +115,7 @@ class LmConfig:
 
     @cached_property
     def kinds(self) -> tuple[AttentionKind, ...]:
-        """Kind of attention of each layer."""
+        """Attention type of each layer, "softmax" or "linear"."""
         return repeat_over_layers("attention", self.attention, self.depth, ATTENTIONS)
 
     @property
@@ -155,7 +156,7 @@ def build_layers(config: LmConfig) -> EncodingStack:
         kwargs = {name: value for name, value in kwargs.items() if given.get(name, True)}
     layers: Any = build_encoding(config.encoding, kwargs, config.head_dim, config.num_kv_heads, config.depth, 1)
     for layer in layers:
-        layer.adjust()  # create the buffers that `CausalLm.rescale` changes before a step is compiled or captured
+        layer.adjust()  # add the buffers of `CausalLm.rescale` before a step is compiled or captured
     return EncodingStack(layers)
 
 
@@ -166,9 +167,9 @@ class Context(NamedTuple):
     """Inputs that each attention layer receives in a forward pass."""
 
     positions: Grid | Tensor
-    rows: Any = None  # (N,), rows of the cache to write these tokens to
+    rows: Any = None  # (N,), cache rows to write these tokens to
     start: Any = None  # (), the first of these rows
-    mask: Tensor | None = None  # for softmax attention: whether a query sees a key of the cache, (B, 1, R · N, L)
+    mask: Tensor | None = None  # for softmax attention: whether a query attends to a cached key, (B, 1, R · N, L)
     gate: Tensor | None = None  # for linear attention: False for padding, (B, 1, N)
 
 
@@ -212,7 +213,8 @@ class LmAttention(nn.Module):
         else:
             q, k = self.encoding(q, k, positions=context.positions)
             keys.index_copy_(2, context.rows, k.to(keys.dtype))
-        # Queries that share a key head become more tokens of one head, so that the cache is not repeated for each.
+        # Query heads that share a key head are stacked along the tokens, so that the cache is not repeated for each of
+        # them.
         q = q.unflatten(1, (self.groups, -1)).flatten(2, 3).to(keys.dtype)
         x = softmax_attention(q, keys, values, scale=self.head_dim**-0.5, attn_mask=context.mask)
         return x.unflatten(2, (self.heads // self.groups, -1)).flatten(1, 2)
@@ -247,15 +249,15 @@ class Block(nn.Module):
 
 @dataclass
 class Cache:
-    """Decoding state on the device, which each call updates in place.
+    """Decoding state on the device. Each call updates it in place.
 
     Args:
         length: number of tokens in the cache, a scalar int64 tensor.
         padding: number of padding tokens at the start of each sample, an int64 tensor (B,).
         layers: encoded keys (B, G, L, E) and values (B, G, L, D) of each layer, or a state (B, G, E, D) with linear
             attention.
-        max_length: L. More tokens raise an IndexError on a CPU, and a device error on a GPU. Without softmax attention,
-            there is no limit.
+        max_length: L. Exceeding it raises an IndexError on a CPU, and a device error on a GPU. Without softmax
+            attention, there is no limit.
     """
 
     length: Tensor
@@ -269,7 +271,7 @@ class Cache:
 
 
 def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
-    """Check that tokens are integers (B, N) with N > 0, and that B is ``batch`` if you pass it."""
+    """Check that tokens are integers (B, N) with N > 0, and that B equals ``batch`` if that is not None."""
     if not isinstance(tokens, Tensor):
         raise TypeError(
             f"{name}: expected a tensor of integers (B, N), got {type(tokens).__name__}; for the bytes of a text, pass "
@@ -293,8 +295,8 @@ def check_room(length: int, number: int, max_length: int) -> None:
 class CausalLm(nn.Module):
     """Causal language model that computes logits (B, N, vocab_size) from tokens (B, N).
 
-    Logits are differentiable with respect to all parameters, including learned frequencies and phases. They have the
-    dtype of the weights, or of autocast. Frequencies stay float32 if you cast the model to another dtype.
+    Logits are differentiable with respect to all parameters, including learned frequencies and phases. Their dtype is
+    that of the weights, or the autocast dtype. Frequencies stay float32 if you cast the model to another dtype.
     """
 
     def __init__(self, config: LmConfig) -> None:
@@ -315,9 +317,9 @@ class CausalLm(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Compute logits, and add the tokens to the cache if you pass one.
+        """Compute logits. If you pass a cache, add the tokens to it.
 
-        With a cache, the tokens follow those that it contains. Tokens (B, 1) decode a single step.
+        With a cache, the tokens continue the sequence in the cache. Tokens (B, 1) decode a single step.
 
         Raises:
             ValueError: for invalid tokens or an incompatible cache. On a GPU, the cache's length is not checked.
@@ -350,7 +352,7 @@ class CausalLm(nn.Module):
             return Context(positions, rows, gate=gate)
         columns = torch.arange(cache.max_length, device=tokens.device)
         rows_ = rows[:, None]
-        # Padding sees itself, because a row that sees no key would be NaN.
+        # Padding attends to itself, because a row that attends to no key would be NaN.
         mask = (columns <= rows_) & ((columns >= cache.padding[:, None, None]) | (columns == rows_))
         repeated = mask[:, None].expand(-1, self.config.num_heads // self.config.num_kv_heads, -1, -1)
         return Context(positions, rows, cache.length, repeated.flatten(1, 2)[:, None], gate)
@@ -361,7 +363,7 @@ class CausalLm(nn.Module):
         c, weight = self.config, self.embed.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        forms: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {  # shapes and dtype of a layer's tensors
+        forms: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {  # shapes and dtype of a layer's cache
             "linear": ([(c.key_dim, c.head_dim)], torch.promote_types(dtype, torch.float32)),
             "softmax": ([(max_length, c.key_dim), (max_length, c.head_dim)], dtype),
         }
@@ -379,18 +381,18 @@ class CausalLm(nn.Module):
     def rescale(self, scaling: Scaling | None) -> None:
         """Rescale the frequencies of all layers in place. None restores the trained frequencies.
 
-        An example is ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Cached keys keep their
-        old encoding, so create a new cache afterwards.
+        For example, call ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Cached keys keep
+        their old encoding, so create a new cache afterwards.
         """
         if self.config.encoding != "none":
             set_scaling(self, scaling)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of frequencies, phases and decays, which an optimiser should not decay."""
+        """Return the names of parameters without weight decay: frequencies, phases and decays."""
         return self.encoding.no_weight_decay(self)
 
     @property
     def encoding(self) -> EncodingStack:
-        """Encodings of all layers. Each belongs to its layer's attention module."""
+        """Encodings of all layers. Each encoding is a submodule of its layer's attention module."""
         blocks: Any = self.blocks
         return EncodingStack([block.attn.encoding for block in blocks])

@@ -1,4 +1,4 @@
-"""Decoding and sampling with :class:`lrpe_md.models.lm.CausalLm`, in steps that run as a CUDA graph on a GPU.
+"""Decoding and sampling with :class:`lrpe_md.models.lm.CausalLm`. On a GPU, each decoding step runs as a CUDA graph.
 
 Shapes: B batch, N tokens.
 """
@@ -35,9 +35,9 @@ def generate(
     Args:
         prompt: tokens (B, N) with N > 0. Use :func:`left_pad` for prompts with different lengths.
         temperature, top_p, generator: see :func:`sample`.
-        padding: number of padding tokens (B,) at the start of each prompt, from 0 to N. Values are not checked, because
-            that would force a synchronisation with the GPU.
-        cuda_graph: whether to replay decoding steps as a CUDA graph. None means yes on a GPU only.
+        padding: number of padding tokens (B,) at the start of each prompt, from 0 to N. The values are not checked,
+            because checking would force a synchronisation with the GPU.
+        cuda_graph: whether to replay decoding steps as a CUDA graph. None uses a graph on a GPU only.
 
     Raises:
         TypeError, ValueError: for an invalid argument.
@@ -60,7 +60,7 @@ class Decoder:
 
     Args:
         batch, max_length, padding: size of the cache; see :meth:`CausalLm.new_cache`.
-        cuda_graph: whether to capture a step as a CUDA graph and replay it. None means yes on a GPU only. The graph
+        cuda_graph: whether to capture a step as a CUDA graph and replay it. None uses a graph on a GPU only. The graph
             stays valid after ``model.rescale`` and further training, because both change tensors in place.
     """
 
@@ -116,7 +116,7 @@ class Decoder:
         return self.logits
 
     def _take_room(self, length: int, number: int) -> None:
-        """Check that the cache has room, with a token count on the host to avoid a synchronisation."""
+        """Check that the cache has room. The tokens are counted on the host to avoid a synchronisation."""
         if "softmax" in self.model.config.kinds:
             check_room(length, number, self.cache.max_length)
         self.length = length + number
@@ -155,10 +155,10 @@ def check_sampling(temperature: float, top_p: float) -> None:
 def sample(
     logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Sample tokens (..) from softmax(logits / temperature), with logits (.., vocab_size), without a synchronisation.
+    """Sample tokens (..) from softmax(logits / temperature) without a synchronisation. Logits are (.., vocab_size).
 
     Args:
-        temperature: divisor of the logits. With 0, the most likely token is always chosen.
+        temperature: number to divide the logits by. With 0, the most likely token is always chosen.
         top_p: sample only from the most likely tokens that together reach this probability (arXiv 1904.09751).
         generator: random number generator on the logits' device.
     """

@@ -10,9 +10,9 @@ An encoder is an ``nn.Module`` that turns its inputs into a :class:`Text` and de
         def empty(self, batch): ...                  # return empty conditions: inputs of forward, or a Text
         def drop(self, labels, where): ...           # optional: return the inputs, empty if where (B,) is True
 
-Use :class:`TextEncoder` for captions as bytes, with weights that are trained together with the model. Use
-:class:`LabelEncoder` for classes, :class:`PretrainedEncoder` for T5, CLIP and other models from transformers, and
-:class:`TextFeatures` for precomputed features.
+:class:`TextEncoder` reads captions as bytes and is trained together with the model. Use :class:`LabelEncoder` for
+classes, :class:`PretrainedEncoder` for T5, CLIP and other models from transformers, and :class:`TextFeatures` for
+precomputed features.
 
 Shapes: B batch, L tokens of text, C width.
 """
@@ -45,9 +45,9 @@ class Text(NamedTuple):
     """Text conditions of a batch of B samples.
 
     Args:
-        features: text tokens (B, L, C) that patches attend to, or None.
+        features: text tokens (B, L, C) for patches to attend to, or None.
         mask: mask (B, L), which is False or 0 for padding, or None if there is no padding.
-        pooled: pooled features (B, P) that are added to the time embedding, or None.
+        pooled: pooled features (B, P) to add to the time embedding, or None.
     """
 
     features: Tensor | None
@@ -60,13 +60,13 @@ class Text(NamedTuple):
         return next((len(t) for t in (self.features, self.pooled) if t is not None), 0)
 
     def zeros(self, batch: int) -> Text:
-        """Return one token of zeros, the default empty condition for precomputed features (SD3, arXiv 2403.03206)."""
+        """Return one all-zero token, the default empty condition for precomputed features (SD3, arXiv 2403.03206)."""
         features = None if self.features is None else self.features.new_zeros(batch, 1, self.features.shape[2])
         return Text(features, None, None if self.pooled is None else self.pooled.new_zeros(batch, self.pooled.shape[1]))
 
 
 def join_texts(first: Text, second: Text) -> Text:
-    """Concatenate two texts along the batch, padded to the same length."""
+    """Pad two texts to the same length, and concatenate them along the batch."""
     (a, mask, p), (b, other, r) = _padded_alike(first, second)
     return Text(
         None if a is None or b is None else torch.cat([a, b]),
@@ -108,7 +108,7 @@ def _padded(text: Text, length: int) -> Text:
 
 
 def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device | str = "cpu") -> Tensor:
-    """Convert captions to int64 tokens (B, L), START followed by UTF-8 bytes, truncated to ``max_length`` and padded.
+    """Convert captions to int64 tokens (B, L): START and then UTF-8 bytes, truncated to ``max_length`` and padded.
 
     Raises:
         TypeError: for a single string, or a caption that is not a string.
@@ -118,7 +118,7 @@ def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device
         raise TypeError(f"captions: expected a sequence of strings, got {captions!r}")
     if not captions or max_length < 1:
         raise ValueError(
-            f"captions, max_length: expected at least one caption and a max_length of at least 1, got {len(captions)}, "
+            f"captions, max_length: expected at least one caption and a positive max_length, got {len(captions)}, "
             f"{max_length}"
         )
     rows = [torch.tensor([START, *(2 + byte for byte in c.encode())][:max_length]) for c in captions]
@@ -126,10 +126,10 @@ def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device
 
 
 class TextEncoder(nn.Module):
-    """Transformer with 1D RoPE that encodes tokens (B, L) from :func:`tokenize` as a :class:`Text` of the same length.
+    """Transformer with 1D RoPE that encodes tokens (B, L) from :func:`tokenize` as a :class:`Text` of length L.
 
-    Padding does not affect other tokens. ``pooled`` is the output for the START token, which is the only token of an
-    empty caption.
+    Padding does not affect other tokens. ``pooled`` is the output for the START token. An empty caption has no other
+    token.
 
     Args:
         width: number of channels C.
@@ -171,16 +171,16 @@ class TextEncoder(nn.Module):
         return torch.full((batch, 1), START, device=self.embed.weight.device)
 
     def drop(self, tokens: Tensor, where: Tensor) -> Tensor:
-        """Replace captions with empty ones where the mask ``where`` (B,) is True, without changing the length."""
+        """Replace captions with empty ones where the mask ``where`` (B,) is True. The shape stays the same."""
         return torch.where(where[:, None] & (tokens != START), PAD, tokens)
 
 
 class LabelEncoder(nn.Module):
-    """Encoder of class labels (B,) as a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
+    """Encoder that turns class labels (B,) into a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
 
     Args:
-        num_classes: number of classes, with labels from 0 to num_classes - 1. The embedding table has one more row, for
-            the empty condition.
+        num_classes: number of classes. Labels range from 0 to num_classes - 1. The embedding table has one more row,
+            for the empty condition.
         width: number of channels P of the pooled features.
     """
 
@@ -213,13 +213,13 @@ class LabelEncoder(nn.Module):
 
 
 class TextFeatures(nn.Module):
-    """Encoder that returns its input unchanged, which is a :class:`Text` of precomputed T5 or CLIP features.
+    """Encoder for precomputed features, such as those of T5 or CLIP. It returns its input, a :class:`Text`, unchanged.
 
     Args:
         width: number of channels C. With 0, there are only pooled features.
         pooled_width: number of channels P of pooled features. With 0, there are none.
         empty: :class:`Text` of a single empty caption, from the encoder that computed the features. It is saved with
-            the model. The default is one token of zeros, and zeros as pooled features.
+            the model. The default is a single token of zeros, with zeros as pooled features.
     """
 
     empty_features: Tensor | None
@@ -258,8 +258,8 @@ class TextFeatures(nn.Module):
 class PretrainedEncoder(nn.Module):
     """Encoder of captions with a frozen text model from transformers, such as T5EncoderModel or CLIPTextModel.
 
-    Its weights become part of the diffusion model and its checkpoints. If the text model is large, precompute the
-    features. Pass the result of ``PretrainedEncoder(model, tokenizer)(captions)`` to a model with
+    The encoder's weights become part of the diffusion model and of its checkpoints. If the text model is large,
+    precompute the features. Pass the result of ``PretrainedEncoder(model, tokenizer)(captions)`` to a model with
     :class:`TextFeatures`.
 
     Args:

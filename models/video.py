@@ -4,7 +4,7 @@ Build one with ``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rota
 head and weight names are the same as in the image models. However, the patch embedding embeds tubelets, and the grid
 has three axes (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
 
-The number of frames and the resolution may change from call to call. Positions advance by one unit per token, as in
+The number of frames and the resolution may change from call to call. Positions increase by one unit per token, as in
 training, or are interpolated to the grid size ``model.reference``.
 
 Shapes: B batch, T, H, W grid of tubelets, S = H W tokens per frame, P prefix tokens (class, registers), C embed_dim.
@@ -42,10 +42,10 @@ Reference = Sequence[int | None] | None
 
 
 class TubeletEmbed(nn.Module):
-    """Embedding of videos (B, in_chans, frames, height, width) as tubelets (B, T H W, C) (ViViT, arXiv 2103.15691).
+    """Embed videos (B, in_chans, frames, height, width) as tubelets (B, T H W, C) (ViViT, arXiv 2103.15691).
 
-    The weight has the shape (C, in_chans, tubelet, patch, patch), as for a Conv3d. The input may have any size that the
-    tubelet size divides.
+    The weight has the shape (C, in_chans, tubelet, patch, patch), as in a Conv3d. Any input size that the tubelet size
+    divides is accepted.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TubeletEmbed(nn.Module):
         norm_layer: Any = None,
         device: Any = None,
         dtype: Any = None,
-        **unused: Any,  # timm's options of image padding and layout
+        **unused: Any,  # timm's options for image padding and layout
     ) -> None:
         super().__init__()
         self.patch_size: Any = (tubelet_size, *to_2tuple(patch_size))
@@ -72,7 +72,7 @@ class TubeletEmbed(nn.Module):
         self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim, **dd)
 
     def set_input_size(self, img_size: tuple[int, ...]) -> None:
-        """Set the training size (frames, height, width), which determines ``grid_size`` and a learned table's size."""
+        """Set the training size (frames, height, width), and with it ``grid_size`` and the size of a learned table."""
         self.img_size = tuple(img_size)
         self.grid_size = self.dynamic_feat_size(self.img_size)
         self.num_patches = self.grid_size[0] * self.grid_size[1] * self.grid_size[2]
@@ -106,13 +106,13 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class VideoState:
-    """State that :meth:`LrpeVideoTransformer.stream` returns and accepts to continue a video.
+    """State that :meth:`LrpeVideoTransformer.stream` returns. Pass it to the next call to continue the video.
 
     ``num_frames`` is the number of grid frames so far, and ``frame`` is the height and width of a frame in tokens.
-    ``layers`` has one entry per attention layer. For linear attention, it is the ``state`` of
-    :func:`lrpe_md.linear_attention`. For softmax attention, it contains the keys and values (B, H, P + T S, D) of the
-    prefix and of the frames to which later frames can attend. These keys are not encoded, because their positions
-    change when the window moves.
+    ``layers`` has one entry per attention layer. For linear attention, the entry is the ``state`` of
+    :func:`lrpe_md.linear_attention`. For softmax attention, the entry contains the keys and values (B, H, P + T S, D)
+    of the prefix and of the frames to which later frames can attend. These keys are not encoded, because their
+    positions change when the window moves.
     """
 
     num_frames: int
@@ -121,41 +121,41 @@ class VideoState:
 
 
 class LrpeVideoTransformer(LrpeVisionTransformer):
-    """VisionTransformer from timm for videos (B, in_chans, frames, height, width), with an encoding of q and k.
+    """timm's VisionTransformer for videos (B, in_chans, frames, height, width), with an encoding of q and k.
 
     Args:
         img_size, patch_size: height and width of an image and of a patch, in pixels.
         num_frames, tubelet_size: number of frames in training, and number of frames per token.
         encoding, encoding_kwargs: see :class:`LrpeVisionTransformer`. The encoding has three axes, so a preset must
-            have three axes, too, such as "wan" or "cosmos".
+            also have three axes, like "wan" or "cosmos".
         absolute: absolute position embedding. "learned" is a table (T, H, W) that is resampled to the input's grid.
             "sincos" uses a third of the channels per axis, with the same positions as the encoding. "none" disables it.
         attention, normalizer, keep_encoded: see :class:`LrpeVisionTransformer`.
-        memory: a :class:`lrpe_md.Memory`, which defines how linear layers forget earlier frames. It requires joint
+        memory: a :class:`lrpe_md.Memory` to define how linear layers forget other frames. This requires joint
             attention. Use directions="forward" with causal="frames", and "both" for other models. Class and register
-            tokens are added to the state before the first frame, and decay with it.
+            tokens are added to the state before the first frame, so they also decay.
         space_time: with "joint", every token attends to all tokens. With "factorised", blocks 0, 2, .. attend within
             each frame, and blocks 1, 3, .. attend along time at each location (Latte, arXiv 2401.03048, variant 1).
-            Prefix tokens then join every frame or location, and are averaged afterwards (TimeSformer, arXiv
-            2102.05095).
+            Each frame or location then gets its own copy of the prefix tokens, and the copies are averaged afterwards
+            (TimeSformer, arXiv 2102.05095).
         causal: with "frames", tokens attend to their own and earlier frames, and prefix tokens only attend to the
-            prefix, so that you can process a video frame by frame with :meth:`stream`. It requires joint attention. Use
-            ``global_pool="avg"``, because a class token attends to no frame.
-        window: with causal, number of grid frames that a token attends to in softmax attention, including its own. None
+            prefix, so that you can process a video frame by frame with :meth:`stream`. This requires joint attention.
+            Use ``global_pool="avg"``, because a class token does not attend to any frame.
+        window: number of grid frames that a token attends to in causal softmax attention, including its own frame. None
             means all earlier frames. The first frame of the window has time 0, so that a stream of any length has the
             same positions as a video of ``window`` frames (∞-RoPE, arXiv 2511.20649). Linear layers always attend to
             all earlier frames, through a state of constant size.
-        temporal: if False, positions don't include time, but the parameters are the same. With ``tubelet_size=1`` and
+        temporal: if False, positions don't include time. The parameters stay the same. With ``tubelet_size=1`` and
             joint or factorised attention, the output then does not depend on the order of frames.
-        patch_drop_rate: fraction of tokens to drop in training. The others keep their positions.
-        drop_unit: "token" to drop single tokens, or "tube" to drop the same locations in all frames (VideoMAE, arXiv
-            2203.12602). Factorised attention, causal attention and a memory require "tube".
+        patch_drop_rate: fraction of tokens to drop in training. The remaining tokens keep their positions.
+        drop_unit: "token" to drop individual tokens, or "tube" to drop the same locations in all frames (VideoMAE,
+            arXiv 2203.12602). Factorised attention, causal attention and a memory require "tube".
         args, kwargs: arguments of timm's class, such as reg_tokens, qk_norm, mlp_ratio or mlp_layer=SwiGLU.
 
     Attributes:
-        reference: size of the grid to which positions are interpolated, one number or None for each axis. None
+        reference: size of the grid to which positions are interpolated: None, one number, or one entry per axis. None
             extrapolates with one unit per token. ``model.patch_embed.grid_size`` keeps positions in the trained range,
-            and ``(None, 14, 14)`` only does so in space. You can change it at any time. A learned table is always
+            and ``(None, 14, 14)`` does so in space only. You can change it at any time. A learned table is always
             resampled to the grid.
         window: see above. You can change it at any time.
 
@@ -254,12 +254,12 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self._window = frames
 
     def _check_window(self, frames: int | None) -> None:
-        """Check that the attention supports a window. Forward passes check again, as :func:`adapt` may change it."""
+        """Check that the attention supports a window. Forward passes check again, in case :func:`adapt` changes it."""
         if frames is not None:
             attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
             if self.causal is None or "softmax" not in attentions:
                 raise ValueError(
-                    f"window: expected None unless causal='frames' and attention='softmax' in a layer, got {frames} "
+                    f"window: expected None unless causal='frames' and a layer has attention='softmax', got {frames} "
                     f"with {self.causal!r}, {', '.join(sorted(attentions))!r}"
                 )
 
@@ -280,8 +280,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         """Compute features (B, P + T H W, C) of videos x (B, in_chans, frames, height, width), ordered frame by frame.
 
         ``keep`` contains indices (n,) or (B, n) of the tokens to keep, instead of a random choice. With
-        ``drop_unit="token"``, they refer to the T H W tokens, and the result is (B, P + n, C). With "tube", they
-        refer to the H W locations, and the result is (B, P + T n, C).
+        ``drop_unit="token"``, the indices refer to the T H W tokens, and the result is (B, P + n, C). With "tube", the
+        indices refer to the H W locations, and the result is (B, P + T n, C).
         """
         self._check_window(self.window)
         x, layout = self._embed(x, keep)
@@ -290,15 +290,15 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return self.norm(x)
 
     def stream(self, x: Tensor, state: VideoState | None = None) -> tuple[Tensor, VideoState]:
-        """Compute the features of a causal video model for the next frames, as if it processed the whole video at once.
+        """Compute a causal model's features for the next frames. The result is the same as for the whole video at once.
 
         Pass the next frames x (B, in_chans, frames, height, width) and the state from the previous call, or None to
-        start a video. The result is the tokens (B, T H W, C) and the state for the next call. For the first frames, the
-        prefix comes before the other tokens. No tokens are dropped. Nothing is recomputed, except that softmax
-        attention re-encodes keys when its window moves. The state has a constant size if all layers are linear, or if
-        softmax layers have a ``window``.
+        start a video. The results are the tokens (B, T H W, C) and the state for the next call. In the first call, the
+        prefix precedes these tokens. No tokens are dropped. Nothing is recomputed, except that softmax attention
+        re-encodes keys when the window moves. The state has a constant size if all layers are linear, or if softmax
+        layers have a ``window``.
 
-        Features are differentiable, also through the state.
+        Features are differentiable, including through the state.
 
         Raises:
             ValueError: if positions in time, or a learned table, depend on the length of the whole video.
@@ -365,7 +365,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         stack = EncodingStack(self.encoding)
         if self.space_time == "joint":
             places = shape[1] * shape[2] if keep is None else keep.shape[-1]
-            if self.causal and keep is None:  # each window gives frames different positions
+            if self.causal and keep is None:  # a frame's position differs from window to window
                 return x, Layout(grid, block=places)
             grid = stack.locate(grid)
             where = grid if keep is None else grid.take(self._tokens(keep, shape))
@@ -373,7 +373,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if stack.locate(grid) is not grid:
             raise ValueError("places: expected None with space_time='factorised', whose grids have one or two axes")
         grid = _as_grid("space_time='factorised'", grid)
-        # Relative positions within a frame do not depend on time, and those along time do not depend on the location.
+        # Relative positions within a frame do not depend on time, and relative positions in time do not depend on
+        # location.
         space = replace(grid, shape=(1, *shape[1:])).rescale((0, 1, 1))
         time = replace(grid, shape=(shape[0], 1, 1)).rescale((1, 0, 0))
         if keep is None:
@@ -399,7 +400,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return x + _resample(table, shape).flatten(2).transpose(-2, -1)
 
     def _prefix(self, x: Tensor) -> Tensor:
-        """Return the class and register tokens (B, P, C), with their learned position embedding if there is one."""
+        """Return the class and register tokens (B, P, C), including the learned position embedding if there is one."""
         tokens = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         prefix = torch.cat(tokens, dim=1) if tokens else x[:, :0]
         if self.pos_embed is not None and not self.no_embed_class:
@@ -407,7 +408,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return prefix
 
     def _choose(self, shape: Sequence[int], x: Tensor) -> Tensor | None:
-        """Choose random tokens or locations to keep, as sorted indices (B, n), or None to keep all."""
+        """Choose tokens or locations to keep at random. Return sorted indices (B, n), or None to keep all."""
         if not self.training or not self.patch_drop_rate:
             return None
         num = x.shape[1] if self.drop_unit == "token" else shape[1] * shape[2]
@@ -458,7 +459,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def set_input_size(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, img_size: tuple[int, int, int] | None = None, patch_size: None = None
     ) -> None:
-        """Set the training size (frames, height, width), which determines ``grid_size`` and a learned table's size."""
+        """Set the training size (frames, height, width), and with it ``grid_size`` and the size of a learned table."""
         if patch_size is not None:
             raise ValueError(f"patch_size: expected None, because the size of the tubelets is fixed, got {patch_size}")
         if img_size is None:
@@ -493,13 +494,13 @@ def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Convert weights of an image model, or of a video model with a different position embedding, to a video model's.
+    """Convert weights of an image model, or of a video model with another position embedding, for use in ``model``.
 
     The patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated
     over time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the same features as its image, except
-    that prefix tokens have less weight among more tokens. A table is dropped if the model has none. Frequencies that
-    are missing from the weights keep their values. The head is returned unchanged, even if the number of classes
-    differs.
+    that prefix tokens have less weight among more tokens. A position table is dropped if the model has none.
+    Frequencies that are missing from the weights stay as they are in the model. The head is returned unchanged, even if
+    the number of classes differs.
 
     Raises:
         TypeError: if the weights are not a state_dict, or the model is not a :class:`LrpeVideoTransformer`.
@@ -517,7 +518,7 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Check that the inflated weights have the same shapes as the model's own, except for the head."""
+    """Check that the inflated weights have the same shapes as the model's own weights, except for the head."""
     if not given.keys() & own.keys():
         raise ValueError(
             f"state_dict: expected the weights of a ViT, such as patch_embed.proj.weight, got {list(given)[:3]}; if "
@@ -552,7 +553,7 @@ def _read_sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inflate_unchecked(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Run :func:`inflate` without checking sizes, for callers that only load weights of the right size."""
+    """Run :func:`inflate` without checking sizes, for callers that only pass weights of the right size."""
     video: Any = model
     state_dict = dict(state_dict)
     weight, table = state_dict.get("patch_embed.proj.weight"), state_dict.get("pos_embed")

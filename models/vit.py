@@ -1,8 +1,8 @@
 """Vision transformers with relative position encodings, registered with timm.
 
 Build one with ``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="rotate")``. The default encoding is "rotate",
-unless you pass ``absolute``. The class is in :mod:`lrpe_md.integrations.timm`, as is ``adapt``, which converts a timm
-model to it.
+unless you pass ``absolute``. The class is in :mod:`lrpe_md.integrations.timm`, next to ``adapt``, which converts a timm
+model to this class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def with_positions(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Add encoding="rotate" to a model's arguments if they specify no positions."""
+    """Add encoding="rotate" to a model's arguments if no other argument specifies positions."""
     silent = "encoding" not in kwargs and kwargs.get("absolute", "none") == "none"
     return {**kwargs, "encoding": "rotate"} if silent else kwargs
 
@@ -36,7 +36,7 @@ def timm_cfg(**kwargs: Any) -> dict[str, Any]:
 
 
 def _timm_weights(size: str) -> dict[str, dict[str, Any]]:
-    """Return the pretrained configurations of a size, timm's and one without weights for ``lrpe_vit_*.untrained``."""
+    """Return two pretrained configurations for a size: timm's, and one without weights for ``lrpe_vit_*.untrained``."""
     name = f"vit_{size}_patch16_224"
     cfg: Any = get_pretrained_cfg(name)
     known = {key: getattr(cfg, key) for key in ("hf_hub_id", "mean", "std", "crop_pct", "interpolation", "license")}
@@ -62,7 +62,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> LrpeVisionTransfor
 
 @register_model
 def lrpe_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
-    """Build a ViT-Ti/16, which has 5.7 M parameters without an absolute position embedding."""
+    """Build a ViT-Ti/16, with 5.7 M parameters if there is no absolute position embedding."""
     return _create(
         "lrpe_vit_tiny_patch16_224",
         pretrained,

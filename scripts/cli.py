@@ -31,7 +31,7 @@ MACHINE = {
     "info": "Print versions, GPUs, and which implementation runs here.",
     "bench": "Benchmark the operators and whole training steps.",
 }
-# The same text as in the README and in docs/troubleshooting.md.
+# The README and docs/troubleshooting.md contain the same text.
 REPORT_BUGS = (
     "To report a bug, open an issue in the repository that you cloned (see `git remote -v`). Include a minimal "
     "example, the error message, and the output of `lrpe-md info`."
@@ -56,7 +56,7 @@ EXAMPLES = (
 
 
 def is_here(name: str) -> bool:
-    """Return whether this copy of lrpe-md contains a program. Wheels contain no benchmarks or developer tools."""
+    """Return whether this installation contains a program. Wheels don't contain benchmarks and developer tools."""
     return importlib.util.find_spec(f"{__package__}.{name}") is not None
 
 
@@ -72,7 +72,7 @@ def load_program(name: str) -> Any:
 
 
 def import_modules(arguments: Sequence[str]) -> list[str]:
-    """Import the modules that ``--import MODULE`` names, which may register schemes. Return the other arguments.
+    """Import each module passed as ``--import MODULE``, for example to register schemes. Return the other arguments.
 
     Modules are also found in the current folder.
 
@@ -87,7 +87,7 @@ def import_modules(arguments: Sequence[str]) -> list[str]:
         else:
             others.append(each)
     if names and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, because its files must not hide installed packages
+        sys.path.append(os.getcwd())  # append, so that files in the folder don't hide installed packages
     for name in names:
         if not all(map(str.isidentifier, name.split("."))):
             raise SystemExit(f"--import: expected the name of a module, such as my_schemes, got {name!r}")
@@ -101,7 +101,7 @@ def import_modules(arguments: Sequence[str]) -> list[str]:
 
 
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a program with the given arguments, or with those of the command line."""
+    """Run a program. By default, its arguments come from the command line."""
     main([name, *(sys.argv[1:] if arguments is None else arguments)])
 
 
@@ -118,7 +118,7 @@ def describe_usage() -> str:
 
 @contextmanager
 def reword_warnings() -> Iterator[None]:
-    """Print each of the library's warnings in one line without code, with options instead of arguments."""
+    """Print each of the library's warnings once, on one line, without code, and with options instead of arguments."""
     roots = [Path(lrpe_md.__file__).parent, Path(__file__).parent, Path(__file__).parents[1] / "models"]
 
     def show(message: Any, category: Any, filename: str, *place: Any) -> None:
@@ -127,8 +127,11 @@ def reword_warnings() -> Iterator[None]:
             return
         from .common.options import in_shell_terms
 
-        print(f"Warning: {in_shell_terms(message)}", file=sys.stderr)
+        if str(message) not in printed:
+            printed.add(str(message))
+            print(f"Warning: {in_shell_terms(message)}", file=sys.stderr)
 
+    printed: set[str] = set()
     shown, warnings.showwarning = warnings.showwarning, show
     try:
         yield
@@ -149,7 +152,7 @@ def run_info(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``lrpe-md PROGRAM ..`` with the given arguments, or with those of the command line."""
+    """Run ``lrpe-md PROGRAM ..``. By default, the arguments come from the command line."""
     name, *rest = import_modules(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in PROGRAMS:
         with reword_warnings():
@@ -161,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif name in ("-h", "--help"):
         print(describe_usage())
     else:
-        # lrpe_md.checks.suggest would import torch.
+        # Don't use lrpe_md.checks.suggest, which would import torch.
         close = [f"train {name}"] if name in TRAIN else get_close_matches(name, EVERYTHING, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         known = ", ".join(EVERYTHING)

@@ -2,8 +2,8 @@
 
     python -m pytest -p lrpe_md.scripts.host_plugin --outcomes FILE [--adapt] TESTS
 
-The plugin writes one line of JSON when a test ends, so that a crash does not lose earlier outcomes. Before each test,
-it seeds the random number generators in the same way with and without ``--adapt``.
+The plugin writes one line of JSON when a test ends, so that earlier outcomes survive a crash. Before each test, it
+seeds the random number generators in the same way with and without ``--adapt``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import random
+import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -25,7 +26,7 @@ import torch
 
 from lrpe_md import adapt_rotary
 
-BASES = {  # base class of all models of a library: constructors in addition to __init__
+BASES = {  # each library's base class of models, and its constructors in addition to __init__
     "diffusers.models.modeling_utils.ModelMixin": ("from_pretrained",),
     "transformers.modeling_utils.PreTrainedModel": ("from_pretrained", "_from_config"),
 }
@@ -33,7 +34,7 @@ RANK = ("passed", "skipped", "failed")
 
 
 class ModelAdapter:
-    """Adapt each model when its outermost constructor returns, after submodules are built and weights are loaded."""
+    """Adapt each model when its outermost constructor returns, with submodules built and weights loaded."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -43,7 +44,7 @@ class ModelAdapter:
     def adapt(self, model: torch.nn.Module) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about submodules that adapt_rotary leaves unchanged
+                warnings.simplefilter("ignore")  # warnings are about submodules that adapt_rotary leaves unchanged
                 adapt_rotary(model)
             self.adapted += 1
         except (TypeError, ValueError) as error:
@@ -52,7 +53,8 @@ class ModelAdapter:
     def wrap(self, function: Callable[..., Any], returns: bool) -> Callable[..., Any]:
         """Wrap a constructor so that it adapts its model.
 
-        The model is the constructor's first argument. With ``returns``, it is the return value or its first item.
+        The model is the constructor's first argument. With ``returns``, the model is the return value or the first item
+        of it.
         """
 
         @functools.wraps(function)
@@ -70,7 +72,7 @@ class ModelAdapter:
         return make
 
     def wrap_class(self, cls: Any) -> None:
-        cls.__init__ = self.wrap(cls.__init__, returns=False)  # may be inherited from a class that is not a model
+        cls.__init__ = self.wrap(cls.__init__, returns=False)  # may be inherited from a non-model class
 
     def wrap_base(self, base: Any, makers: tuple[str, ...]) -> None:
         """Wrap a base class and all of its existing and future subclasses."""
@@ -93,8 +95,14 @@ class ModelAdapter:
         base.__init_subclass__ = classmethod(init_subclass)
 
 
+def read_versions() -> dict[str, str]:
+    """Return the versions of the imported libraries. With PYTHONPATH, these may differ from the installed versions."""
+    libraries = {path.partition(".")[0] for path in BASES}
+    return {name: sys.modules[name].__version__ for name in sorted(libraries & sys.modules.keys())}
+
+
 class OutcomeRecorder:
-    """Recorder of each test's outcome, and of the models that were adapted."""
+    """Records the outcome of each test, the models that were adapted, and the versions of the libraries."""
 
     def __init__(self, file: Path, maker: ModelAdapter) -> None:
         self.file, self.maker = file, maker
@@ -109,21 +117,21 @@ class OutcomeRecorder:
         self.maker.adapted, self.maker.refused = 0, {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if type(report) is pytest.TestReport:  # not a report of a subtest
+        if type(report) is pytest.TestReport:  # exclude reports of subtests
             outcomes = (self.outcomes.get(report.nodeid, "passed"), report.outcome)
             self.outcomes[report.nodeid] = max(outcomes, key=RANK.index)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         line = {
             "test": nodeid, "outcome": self.outcomes.get(nodeid, "failed"), "adapted": self.maker.adapted,
-            "refused": self.maker.refused,
+            "refused": self.maker.refused, "versions": read_versions(),
         }  # fmt: skip
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--outcomes", type=Path, help="file to append outcomes to, as JSON lines")
+    parser.addoption("--outcomes", type=Path, help="file to which outcomes are appended, as JSON lines")
     parser.addoption("--adapt", action="store_true", help="Adapt every model after construction.")
 
 

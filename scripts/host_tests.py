@@ -1,15 +1,16 @@
-r"""Run diffusers' and transformers' model tests on their own models and on the same models after adaptation.
+r"""Run the model tests of diffusers and transformers on stock models and on adapted models.
 
     python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] \
         --out scripts/results/adapters/own-tests.csv
 
-Each CHECKOUT is a clone of the library's repository, at or near the installed version. Every test file runs once with
-unmodified (stock) models, and once with models that host_plugin.py adapts after construction. A test that passes with
-stock models but not with adapted ones counts as worse. Such tests are printed, and the exit status is
-1. Slow tests, and tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set
-``RUN_SLOW=1`` to run the slow ones.
+Each CHECKOUT is a clone of the library's repository, at or near the installed version. If the tests can't be imported
+with the installed version, add CHECKOUT/src to PYTHONPATH. Every test file runs once with unmodified (stock) models,
+and once with models that host_plugin.py adapts after construction. A test that passes with stock models but not with
+adapted models counts as worse. If there are such tests, they are printed, and the exit status is 1. Slow tests, and
+tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set ``RUN_SLOW=1`` to run the
+slow tests.
 
-The tests need ``pip install pytest parameterized peft httpx``.
+The tests need ``pip install pytest parameterized peft httpx datasets``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import astuple, dataclass, field, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,11 +47,12 @@ class HostTestsError(typer.BadParameter):
 
 @dataclass
 class Run:
-    """Outcomes of tests by name, tests that built adapted models, and reasons why models were not adapted."""
+    """Test outcomes, tests that built adapted models, reasons for not adapting models, and library versions."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     adapted: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,13 +60,13 @@ class Row:
     """Results of one test file."""
 
     library: str
-    installed: str
+    installed: str  # version that the tests imported
     tests: str  # version of the checkout
     model: str
     file: str
     passed_stock: int
     passed_adapted: int
-    of_adapted_models: int  # tests among passed_adapted that built an adapted model
+    of_adapted_models: int  # number of tests in passed_adapted that built an adapted model
     failed_both: int
     worse: str  # test names, separated by spaces
 
@@ -105,13 +106,14 @@ def read_run(file: Path) -> Run:
     for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
         run.outcomes[line["test"]] = line["outcome"]
         run.refused |= line["refused"]
+        run.versions |= line["versions"]
         if line["adapted"]:
             run.adapted.add(line["test"])
     return run
 
 
 def find_worse(stock: Run, adapted: Run) -> list[str]:
-    """Return the tests that pass with stock models, but fail, skip or never finish with adapted ones."""
+    """Return the tests that pass with stock models, but fail, skip or never finish with adapted models."""
     passed = [test for test, outcome in stock.outcomes.items() if outcome == "passed"]
     return [test for test in passed if adapted.outcomes.get(test) != "passed"]
 
@@ -137,7 +139,7 @@ def read_version(checkout: Path) -> str:
 
 
 def write_rows(out: Path, rows: list[Row]) -> None:
-    """Update the CSV with new rows, and keep its rows for other models."""
+    """Add new rows to the CSV. Rows for other models are kept."""
     names = [each.name for each in fields(Row)]
     new = {(row.library, row.model): [str(value) for value in astuple(row)] for row in rows}
     old: dict[tuple[str, str], list[str]] = {}
@@ -159,7 +161,7 @@ def main(
     diffusers: Annotated[Path | None, typer.Option(help="Path to a diffusers checkout.", exists=True)] = None,
     transformers: Annotated[Path | None, typer.Option(help="Path to a transformers checkout.", exists=True)] = None,
     only: Annotated[str | None, typer.Option(help="Run only this model, such as flux or llama.")] = None,
-    tests: Annotated[str | None, typer.Option(help="Version to record; default: the one in setup.py.")] = None,
+    tests: Annotated[str | None, typer.Option(help="Version to record. (default: the one in setup.py)")] = None,
 ) -> None:
     """Run diffusers' and transformers' model tests with stock and with adapted models."""
     known = [model for _, models in TESTS.values() for model in models]
@@ -174,12 +176,13 @@ def main(
         if only in (None, model)
     ]
     if not jobs:
-        raise HostTestsError("expected --diffusers or --transformers with tests for the chosen model, got none")
+        raise HostTestsError("expected --diffusers or --transformers, with a checkout that tests the chosen model")
     worse: list[str] = []
     for library, checkout, model in jobs:
         path = TESTS[library][0].format(model)
         stock, adapted = (run_tests(checkout, path, adapt) for adapt in (False, True))
-        row = Row(library, version(library), tests or read_version(checkout), model, path, **compare(stock, adapted))
+        installed = stock.versions.get(library, "unknown")
+        row = Row(library, installed, tests or read_version(checkout), model, path, **compare(stock, adapted))
         write_rows(out, [row])
         worse += find_worse(stock, adapted)
         typer.echo(

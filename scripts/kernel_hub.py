@@ -8,19 +8,19 @@ This writes a kernel-builder project and its build:
     torch-ext/lrpe_md/               the library, with relative imports only
     build/torch-cuda/, ..            one variant per backend: the library, its own _ops.py, and metadata.json
 
-Each variant registers its operators in a namespace with a hash of its content. A kernel can therefore run next to an
-installed lrpe_md and to other versions of the kernel. Adapters, models and programs are left out, because a kernel may
-only import torch. To try the kernel, call:
+Each variant registers its operators in a namespace that contains a hash of the variant's content. A kernel can
+therefore run next to an installed lrpe_md and to other versions of the kernel. Adapters, models and programs are left
+out, because a kernel may only import torch. To try the kernel, call:
 
     kernels.get_local_kernel(Path("build/kernel/build"))
 
-To publish the kernel, log in with ``hf auth login`` as a member who may create kernels in ``--repo-id``'s organisation,
-and run:
+To publish the kernel, log in with ``hf auth login`` as a member of the organisation in ``--repo-id`` who may create
+kernels, and run:
 
     kernel-builder upload build/kernel
 
 kernel-builder (https://github.com/huggingface/kernels) is a separate program that needs Nix to build, but not to
-upload. To build the variants with it, put the output folder into a git repository and run ``kernel-builder
+upload. To build the variants with kernel-builder, put the output folder into a git repository and run ``kernel-builder
 build-and-upload``.
 """
 
@@ -94,7 +94,7 @@ def add_op_namespace_prefix(op_name: str) -> str:
 
 
 class KernelError(typer.BadParameter):
-    """Error for library sources or an output folder that a kernel can't use."""
+    """Error for library sources or an output folder that can't be used for a kernel."""
 
 
 def read_sources() -> dict[str, str]:
@@ -108,11 +108,11 @@ def read_sources() -> dict[str, str]:
 
 
 def close_package(source: str) -> str:
-    """Return the source of ``__init__.py`` without the adapters."""
+    """Return the source of ``__init__.py`` without the names of adapters."""
     without = re.sub(r"^_INTEGRATIONS = .*$", "_INTEGRATIONS = ()", source, count=1, flags=re.MULTILINE)
     without = re.sub(r"^    from \.integrations import .*\n", "", without, flags=re.MULTILINE)
     if without == source:
-        raise KernelError("__init__.py: expected the adapters' names as _INTEGRATIONS, which a kernel leaves out")
+        raise KernelError("__init__.py: expected a line _INTEGRATIONS = .., which lists the adapters to leave out")
     return without
 
 
@@ -138,7 +138,7 @@ def check_imports(path: str, source: str) -> None:
 
 
 def read_version(sources: dict[str, str]) -> int:
-    """Return the library's major version, which is the kernel's version."""
+    """Return the library's major version, which is also the kernel's version."""
     found = re.search(r'^__version__ = "(\d+)\.', sources["__init__.py"], flags=re.MULTILINE)
     if not found:
         raise KernelError('__init__.py: expected a line __version__ = "..", found none')
@@ -152,7 +152,7 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
 
 
 def write_variant(folder: Path, sources: dict[str, str], backend: str) -> str:
-    """Write the build for a backend, and return its identifier, which is part of the operators' namespace."""
+    """Write the build for a backend. Return the build's identifier, which is part of the operators' namespace."""
     digest = hashlib.sha256("\0".join(f"{path}\0{text}" for path, text in sorted(sources.items())).encode())
     identifier = f"_lrpe_md_{backend}_{digest.hexdigest()[:7]}"
     files = {**sources, "_ops.py": OPS.format(id=identifier)}
@@ -171,7 +171,7 @@ def write_variant(folder: Path, sources: dict[str, str], backend: str) -> str:
 
 
 def write_project(folder: Path, repo_id: str) -> list[str]:
-    """Write the project with all variants, and return their identifiers."""
+    """Write the project with all variants, and return the variants' identifiers."""
     sources = read_sources()
     version = read_version(sources)
     quoted = ", ".join(f'"{backend}"' for backend in BACKENDS)
@@ -204,10 +204,10 @@ def replace_folder(out: Path, made: Path) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Output folder; a kernel written there before is replaced.")],
+    out: Annotated[Path, typer.Option(help="Output folder. A kernel in it is overwritten.")],
     repo_id: Annotated[str, typer.Option(help="Hub repository, as ORGANISATION/NAME.")] = "lrpe-md/lrpe-md",
 ) -> None:
-    """Write the library as a Kernel Hub project, with its builds."""
+    """Write the library as a Kernel Hub project, including the builds."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
         raise typer.BadParameter(f"--repo-id: expected ORGANISATION/NAME, got {repo_id!r}")
     try:

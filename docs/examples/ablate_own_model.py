@@ -2,8 +2,8 @@
 
     python docs/examples/ablate_own_model.py --encoding rotate --encoding cosine --encoding dinov3 --seeds 3
 
-The choices are none, rotate, cosine, mixed and all two-axis presets. Replace Net and the digits with your own model and
-data. `lrpe-md ablate` can also train models in parallel, resume after an interruption, and pair results by seed.
+The choices are none, rotate, cosine, mixed and all two-axis presets; `import my_schemes` adds your registered schemes.
+Replace Net and the digits with your own. `lrpe-md ablate` can also train in parallel, resume, and pair results by seed.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lrpe_md.integrations.encoding import EncodingStack, build_encoding
 
@@ -38,7 +37,7 @@ class Net(nn.Module):
         if self.encoding is not None:
             stack = EncodingStack(self.encoding)  # also handles per-layer encodings and presets
             q, k = stack[0](q, k, positions=stack.lay_out(images.shape[1:]))
-        y = F.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
         return self.head(x.amax(1))  # max pooling over positions
 
@@ -53,7 +52,7 @@ def train(encoding: str, seed: int, epochs: int) -> float:
     order = torch.Generator().manual_seed(seed)  # the same for every encoding
     for _ in range(epochs):
         for batch in torch.randperm(cut, generator=order).split(64):
-            F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
@@ -67,12 +66,13 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path("ablation.csv"))
     args = parser.parse_args(argv)
-    found: dict[str, list[float]] = {}
-    for encoding in args.encoding or ["none", "rotate", "cosine", "mixed"]:
-        found[encoding] = [train(encoding, seed, args.epochs) for seed in range(args.seeds)]
-        print(f"{encoding:<10} {100 * np.mean(found[encoding]):.1f} ± {100 * np.std(found[encoding], ddof=1):.1f} %")
-    with args.out.open("w", newline="") as file:
-        csv.writer(file).writerows([("encoding", *range(args.seeds)), *((name, *row) for name, row in found.items())])
+    names, found = args.encoding or ["none", "rotate", "cosine", "mixed"], {}
+    list(map(Net, names))  # a wrong name fails before the first training
+    for encoding in names:
+        values = found[encoding] = [train(encoding, seed, args.epochs) for seed in range(args.seeds)]
+        print(f"{encoding:<10} {100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f} %")
+        with args.out.open("w", newline="") as file:
+            csv.writer(file).writerows([("encoding", *range(args.seeds)), *((e, *row) for e, row in found.items())])
     return found
 
 

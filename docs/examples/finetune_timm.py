@@ -31,9 +31,8 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--head-only", action="store_true", help="Train the head only, and freeze the blocks")
     parser.add_argument("--out", type=Path, default=Path("finetuned.pt"))
-    args = parser.parse_args(argv)
+    args, device = parser.parse_args(argv), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         height, width = map(int, (args.size.split("x") * 2)[:2])
     except ValueError:
@@ -44,9 +43,10 @@ def main(argv: list[str] | None = None) -> float:
         parser.error(f"--data {args.data}: expected a folder for each class, got {advice}")
     kwargs = {name: int(value) for name, value in (each.split("=") for each in args.model_kwargs)}
     model = timm.create_model(args.model, args.pretrained, num_classes=len(classes), dynamic_img_size=True, **kwargs)
+    if any(side % patch for side, patch in zip((height, width), model.patch_embed.patch_size, strict=True)):
+        parser.error(f"--size: expected multiples of {model.patch_embed.patch_size}, the patch size, got {args.size}")
     adapt_rotary(model).to(device)
-    if args.head_only:
-        model.blocks.requires_grad_(False)
+    model.blocks.requires_grad_(not args.head_only)
     config = timm.data.resolve_model_data_config(model)
     transform = {
         part: create_transform((3, height, width), is_training=part, mean=config["mean"], std=config["std"])

@@ -23,7 +23,14 @@ def main(argv: list[str] | None = None) -> torch.Tensor:
     args = parser.parse_args(argv)
     if args.picture and not args.picture.is_file():
         parser.error(f"--picture {args.picture}: no such file")
-    model = load_run(args.run)
+    try:
+        model = load_run(args.run)
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(f"run: {error}")
+    if not hasattr(model, "patch_embed") or len(model.patch_embed.img_size) != 2:
+        parser.error(
+            f"run {args.run}: expected a run of `lrpe-md train image` or `digits`, got a {type(model).__name__}"
+        )
     size = model.patch_embed.img_size
     logits = model(torch.zeros(1, model.patch_embed.proj.in_channels, *size))
     print(f"{len(model.blocks)} layers, images of {size[0]}x{size[1]}, {logits.shape[1]} classes")

@@ -15,20 +15,20 @@ from lrpe_md.models.dit import DiT
 from lrpe_md.models.flow import draw_times, flow_matching_loss, sample
 from lrpe_md.models.text import TextEncoder, tokenize
 from PIL import Image
-from torch import Tensor
 
 
-def read_pairs(folder: Path, size: int) -> tuple[Tensor, list[str]]:
+def read_pairs(folder: Path, size: int) -> tuple[torch.Tensor, list[str]]:
     """Read images (N, 3, size, size) in [-1, 1] and their captions."""
     files = sorted(folder.glob("*.png"))
-    if not files:
-        raise SystemExit(f"--data {folder}: expected NAME.png and NAME.txt, found none")
+    bare = [f"{file.name} without a caption" for file in files if not file.with_suffix(".txt").is_file()]
+    if bare or not files:
+        raise SystemExit(f"--data {folder}: expected NAME.png and NAME.txt, got {bare[0] if bare else 'no images'}")
     images = [np.asarray(Image.open(file).convert("RGB").resize((size, size))) for file in files]
     captions = [file.with_suffix(".txt").read_text(encoding="utf-8").strip() for file in files]
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 127.5 - 1, captions
 
 
-def write_images(path: Path, images: Tensor, columns: int) -> None:
+def write_images(path: Path, images: torch.Tensor, columns: int) -> None:
     """Write images (N, 3, H, W) side by side."""
     rows = images.clamp(-1, 1).unflatten(0, (-1, columns)).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
     Image.fromarray(((rows + 1) * 127.5).byte().cpu().numpy()).save(path)

@@ -9,24 +9,24 @@ twice as many frames, with time mapped onto the training length.
 import argparse
 from pathlib import Path
 
-import av
 import lrpe_md.models.video  # noqa: F401  registers models with timm
 import timm
 import torch
+from lrpe_md.scripts.train.data.videos import VideoError, decode
 from timm.optim import create_optimizer_v2
-from torch import Tensor
-from torch.nn import functional as F
 
 
-def read_clip(path: Path, num_frames: int, size: int) -> Tensor:
-    """Read evenly spaced frames from a file: (3, frames, size, size) in [-1, 1]."""
-    with av.open(str(path)) as container:
-        frames = [frame.reformat(size, size, format="rgb24").to_ndarray() for frame in container.decode(video=0)]
-    chosen = torch.linspace(0, len(frames) - 1, num_frames).round().long().tolist()
-    return torch.stack([torch.from_numpy(frames[i]) for i in chosen], dim=1).permute(3, 1, 0, 2).float() / 127.5 - 1
+def read_clip(path: Path, num_frames: int, size: int) -> torch.Tensor:
+    """Read evenly spaced frames from a file, cropped to their central square: (3, frames, size, size) in [-1, 1]."""
+    try:
+        frames = decode(path, size)
+    except VideoError as error:
+        raise SystemExit(str(error)) from error
+    chosen = torch.linspace(0, len(frames) - 1, num_frames).round().long()
+    return frames[chosen].transpose(0, 1).float() / 127.5 - 1
 
 
-def read_folder(folder: Path, num_frames: int, size: int) -> tuple[Tensor, Tensor, list[str]]:
+def read_folder(folder: Path, num_frames: int, size: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Read clips (N, 3, frames, size, size), their class indices (N,), and the class names."""
     classes = sorted(path.name for path in folder.glob("*") if path.is_dir())
     files = [(path, i) for i, name in enumerate(classes) for path in sorted((folder / name).glob("*.mp4"))]
@@ -45,13 +45,13 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
-    args = parser.parse_args(argv)
+    args, device = parser.parse_args(argv), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.size % 16 or args.frames % 2:
+        parser.error(f"--size, --frames: expected multiples of 16 and 2, got {args.size}, {args.frames}")
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clips, labels, classes = read_folder(args.data, 2 * args.frames, args.size)
     order = torch.randperm(len(clips), generator=torch.Generator().manual_seed(0))
     test, train = order[: len(order) // 4], order[len(order) // 4 :]
-
     model = timm.create_model(
         "lrpe_video_tiny_patch16_224", encoding=args.encoding, depth=args.depth, num_frames=args.frames,
         tubelet_size=2, img_size=args.size, num_classes=len(classes), global_pool="avg",
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
     for epoch in range(args.epochs):
         for batch in train[torch.randperm(len(train))].split(args.batch):
             x = clips[batch, :, ::2].to(device)  # every other frame
-            loss = F.cross_entropy(model(x), labels[batch].to(device))
+            loss = torch.nn.functional.cross_entropy(model(x), labels[batch].to(device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

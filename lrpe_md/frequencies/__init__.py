@@ -1,12 +1,12 @@
 """Frequencies: how far each channel rotates per unit of position.
 
 ``omega`` (H or 1, C, K) holds one frequency per head, channel (or pair) and axis, in radians per unit of position. In
-an axial omega, each channel depends on a single axis. In a dense one, it can depend on all of them. Results are float64
-by default, and differentiable with respect to tensor arguments.
+an axial omega, each channel depends on a single axis. In a dense omega, each channel can depend on all axes. Results
+are float64 by default, and differentiable with respect to tensor arguments.
 
 omega is built from theta, a one-dimensional series of frequencies. The functions in :mod:`.scalings` change theta to
-extend a trained model to longer inputs. :func:`axial_omega` then assigns each channel an axis, and :func:`dense_omega`
-assigns it a direction.
+extend a trained model to longer inputs. :func:`axial_omega` then assigns each channel an axis, or :func:`dense_omega`
+assigns each channel a direction.
 """
 
 from .axial import AXIS_MAPS as AXIS_MAPS

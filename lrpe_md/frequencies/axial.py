@@ -36,8 +36,8 @@ def _strides(widths: Sequence[int], num_channels: int) -> list[list[int]]:
     return _owned([c % k if c < k * widths[c % k] else 0 for c in range(num_channels)], k)
 
 
-# Map the axes' widths and C to the series members of each axis, and to the channels where they go (None for
-# consecutive blocks).
+# Each entry takes the widths of the axes and C. It returns the indices into theta for each axis, and the channels that
+# they fill (None for consecutive blocks).
 _Places = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]
 _PLACES: dict[str, Callable[[Sequence[int], int], _Places]] = {
     "block": lambda w, c: ([range(n) for n in w], None),
@@ -51,12 +51,12 @@ ONE_SERIES = ("chunk", "stride", "even_odd")
 
 
 def one_series(axis_map: AxisMap) -> bool:
-    """Return whether a single series over all channels is shared among the axes."""
+    """Return whether the axes share a single series that runs over all channels."""
     return axis_map in ONE_SERIES if isinstance(axis_map, str) else True
 
 
 def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
-    """Return the number of channel blocks, which gaps may separate."""
+    """Return the number of blocks of channels. Gaps can only be placed around these blocks."""
     if not isinstance(axis_map, str):
         return len(axis_map)
     return 1 if axis_map in ("alternate", "stride", "head") else num_axes
@@ -100,13 +100,13 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     check_at_least(0, num_channels=num_channels)
     total = sum(shares)
     if total < 1 or min(shares) < 0:
-        raise ValueError(f"shares: expected whole numbers of at least 0, not all 0, got {tuple(shares)}")
+        raise ValueError(f"shares: expected non-negative whole numbers, not all 0, got {tuple(shares)}")
     parts = [num_channels // total * share for share in shares]
     left = num_channels - sum(parts)
     if left and remainder is None:
         raise ValueError(
             f"num_channels: expected a multiple of {total} for shares {' : '.join(map(str, shares))}, got "
-            f"{num_channels}; or name the axis that gets the rest with remainder=, such as remainder=0"
+            f"{num_channels}; or pass the axis that gets the rest, such as remainder=0"
         )
     if remainder is not None:
         parts[remainder] += left
@@ -131,7 +131,7 @@ def warn_of_idle_axes(
     stacklevel: int = 3,
     remedy: str = "split= in lrpe_md.preset or encoding_kwargs",
 ) -> None:
-    """Warn about axes without channels, whose positions would have no effect.
+    """Warn about axes without channels. Positions on such an axis would have no effect.
 
     Args:
         widths: number of channels or pairs per axis, slowest axis first.
@@ -187,10 +187,10 @@ def axial_omega(
               means h w h w .. and then t (ERNIE-4.5-VL, VideoRoPE). ``((0, 0, 1, 2, 1, 2, 1, 2),)`` repeats t t h w h w
               h w (MM-RoPE).
         sections: number of channels per axis, slowest axis first, or number of heads for ``"head"``. Channels beyond
-            their sum are not rotated. By default, ``"block"`` uses all of theta for each axis and stops at C channels.
-            The other maps use equal sections by default, and the first axis gets the remainder.
-        gaps: number of unrotated channels before, between and after the blocks, so one number more than there are
-            blocks. ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
+            the sum of the sections are not rotated. By default, ``"block"`` uses all of theta for each axis and stops
+            at C channels. The other maps use equal sections by default, and the first axis gets the remainder.
+        gaps: numbers of unrotated channels before, between and after the blocks, one more number than there are blocks.
+            ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
         num_heads: number of heads for ``"head"``. Default: the sum of the sections.
 
     Returns:
@@ -251,7 +251,7 @@ def axial_omega(
 def _laid(
     thetas: Sequence[Tensor], order: Sequence[int], members: Sequence[Sequence[int]], axis_map: AxisMap
 ) -> Tensor:
-    """Build omega (H, C, K) with one block of channels per axis, from the selected members of each axis's series."""
+    """Build omega (H, C, K) with one block of channels per axis. ``members`` holds each axis's indices into theta."""
     num_axes, blocks = len(thetas), []
     for axis, taken in zip(order, members, strict=True):
         needed = taken[-1] + 1 if taken else 0
@@ -312,7 +312,7 @@ def _with_gaps(omega: Tensor, blocks: Sequence[int], gaps: Sequence[int]) -> Ten
 
 
 def cut_blocks(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
-    """Truncate the widths of the blocks so that they add up to C."""
+    """Truncate blocks of channels so that their widths add up to C."""
     if sum(widths) < num_channels:
         raise ValueError(
             f"theta: expected {num_channels} frequencies in total, got {sum(widths)} ({num_axes} axes with {widths}); "
@@ -322,7 +322,7 @@ def cut_blocks(widths: list[int], num_channels: int, num_axes: int) -> list[int]
 
 
 def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
-    """Return theta[:, members]. For a range, return a view, which needs no copy of the indices to the device."""
+    """Return theta[:, members]. For a range, return a view, which avoids copying the indices to the device."""
     if isinstance(members, range):
         return theta[:, members.start : members.stop : members.step]
     return theta[:, torch.tensor(members, dtype=torch.int64, device=theta.device)]
@@ -333,7 +333,7 @@ def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) 
 
     Args:
         theta: (C,), (1, C) or (H, C), or (H,) for one frequency per head.
-        num_pairs: C. A theta of this length means (C,), even if H = C.
+        num_pairs: C. A theta of this length is read as (C,), even if H = C.
         num_heads: H. None accepts any number of heads.
     """
     check_dense("theta", theta, "(C,), (H, C) or (H,)")

@@ -31,18 +31,18 @@ def dense_omega(theta: Tensor, directions: Tensor) -> Tensor:
 def random_directions(
     num_channels: int, num_axes: int, num_heads: int = 1, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return directions (H, C, K) from random orthonormal frames, one per head, with one vector per channel block."""
+    """Return directions (H, C, K). Each head has a random orthonormal frame, with one vector per block of channels."""
     check_at_least(1, num_channels=num_channels, num_axes=num_axes, num_heads=num_heads)
     device = None if generator is None else generator.device
     normal = torch.randn(num_heads, num_axes, num_axes, dtype=torch.float64, generator=generator, device=device)
     frame, triangle = torch.linalg.qr(normal)
-    # Signs from the triangle make the frame uniform over rotations and reflections.
+    # Multiplying by the signs of R's diagonal makes Q uniform over rotations and reflections.
     frame = frame * torch.diagonal(triangle, dim1=-2, dim2=-1).sign()[:, None, :]
     return frame.transpose(-2, -1).repeat_interleave(math.ceil(num_channels / num_axes), dim=1)[:, :num_channels]
 
 
 def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
-    """Return directions in the plane (H, C, 2) from angles (H,): a for half of the channels and a + π/2 for the others.
+    """Return 2-D directions (H, C, 2) from one angle a per head: a for half of the channels, a + π/2 for the others.
 
     With a ~ U(0, 2π) per head, this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
     """
@@ -56,19 +56,19 @@ def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
 def golden_directions(num_channels: int, num_axes: int) -> Tensor:
     """Return evenly spread directions (C, K) in float64, for K = 2 or 3 and any number of channels.
 
-    For K = 2, successive channels differ by the golden section on the half circle. For K = 3, height and azimuth on the
-    half sphere follow its generalisation (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional rotary positional
-    embeddings"). Half of the circle or sphere is enough, because v and -v rotate a pair by the same angle in opposite
-    directions.
+    For K = 2, successive channels are a golden section of the half circle apart. For K = 3, height and azimuth on the
+    half sphere use the generalisation of the golden section (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional
+    rotary positional embeddings"). Half of the circle or sphere is enough, because v and -v rotate a pair by the same
+    angle in opposite directions.
     """
     check_at_least(1, num_channels=num_channels)
     index = torch.arange(num_channels, dtype=torch.float64) + 0.5
     if num_axes == 2:
-        golden = (1 + math.sqrt(5)) / 2  # x^2 = x + 1
+        golden = (1 + math.sqrt(5)) / 2  # positive root of x^2 = x + 1
         azimuth = math.pi * (index / golden % 1)
         return torch.stack([azimuth.cos(), azimuth.sin()], dim=-1)
     if num_axes == 3:
-        plastic = 1.324717957244746  # x^3 = x + 1
+        plastic = 1.324717957244746  # real root of x^3 = x + 1
         height, azimuth = index / plastic % 1, 2 * math.pi * (index / plastic**2 % 1)
         radius = (1 - height**2).sqrt()
         return torch.stack([radius * azimuth.cos(), radius * azimuth.sin(), height], dim=-1)
@@ -81,7 +81,7 @@ def simplex_directions(num_channels: int, num_axes: int) -> Tensor:
     For K = 2 these are three directions 120° apart, as in the hexagonal codes of grid cells.
     """
     check_at_least(1, num_channels=num_channels, num_axes=num_axes)
-    # On axis j, corner j is nonzero and later corners balance it.
+    # On axis j, earlier corners are zero, and later corners cancel corner j.
     corners = torch.zeros(num_axes + 1, num_axes, dtype=torch.float64)
     for j in range(num_axes):
         corners[j, j] = (1 - corners[j].square().sum()).sqrt()

@@ -17,7 +17,7 @@ __all__ = ["rope_frequencies"]
 
 
 class _Model(NamedTuple):
-    """Inputs of a scaling rule other than the series, namely config fields and lengths."""
+    """Inputs of a scaling rule besides the series: config fields and sequence lengths."""
 
     fields: Mapping[str, Any]
     head_dim: int
@@ -33,7 +33,7 @@ class _Model(NamedTuple):
 
     @property
     def original(self) -> float:
-        """Sequence length in training."""
+        """Sequence length with which the model was trained."""
         return self.fields.get("original_max_position_embeddings") or self.maximum
 
     @property
@@ -46,7 +46,7 @@ class _Model(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """Scaling factor in the config, or else the ratio of the maximum length to the original one."""
+        """Scaling factor from the config. By default, the maximum length divided by the original length."""
         if self.fields.get("original_max_position_embeddings") is None:
             return self.need("factor")
         return self.fields.get("factor") or self.maximum / self.original
@@ -96,7 +96,7 @@ def _llama3(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
 
 
 def _proportional(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
-    """Keep the fastest frequencies of the series for all of head_dim, and set the others to zero (no rotation)."""
+    """Keep the fastest frequencies of a series that spans head_dim, and set the others to zero (no rotation)."""
     num = int((model.fields.get("partial_rotary_factor") or 1.0) * model.head_dim // 2)
     theta, amplitude = linear_scaling(theta, model.fields.get("factor") or 1.0)
     return F.pad(theta[:num], (0, len(theta) - num)), amplitude
@@ -138,23 +138,24 @@ def rope_frequencies(
             ``high_freq_factor``. Other fields are ignored. None means "default".
         head_dim: number of channels per head, D. The rotated width R is ``int(D * partial_rotary_factor)``, or D
             without that field. For "proportional", R is always D, and the remaining channels have θ = 0.
-        max_position_embeddings: maximum length in the config. "dynamic" scales from this length, and it is the default
-            of ``original_max_position_embeddings``.
+        max_position_embeddings: maximum length in the config. "dynamic" scales from this length. This length is also
+            the default of ``original_max_position_embeddings``.
         seq_len: current length, for "dynamic" and "longrope". By default, "dynamic" uses the maximum length, and
             "longrope" uses the short factors.
-        base: base to use if ``rope_parameters`` has no ``rope_theta``. Older configs store it outside the dict; pass
-            ``rope_frequencies(config.rope_scaling, .., base=config.rope_theta)``.
+        base: base to use if ``rope_parameters`` has no ``rope_theta``. Older configs store rope_theta outside the dict;
+            for these, pass ``rope_frequencies(config.rope_scaling, .., base=config.rope_theta)``.
 
     Returns:
-        theta (R/2,) on the CPU, computed in float64, and the amplitude, a factor on the rotated channels of q and k.
-        Positions stay integers for every type.
+        theta (R/2,) on the CPU, computed in float64, and the amplitude, which multiplies the rotated channels of q and
+        k. No type rescales the positions.
 
     Raises:
         TypeError: if rope_parameters is not a dict.
         ValueError: if the type is unknown, a field or the base is missing, or the width is odd.
 
-    Sources: the papers cited in :func:`lrpe_md.linear_scaling` and the other scalings. The fields are those of
-    ``modeling_rope_utils.py`` in transformers 5.23, whose results agree up to float32 rounding. It has no "ntk" type.
+    Sources: the papers cited in :func:`lrpe_md.linear_scaling` and the other scalings. The fields are the same as in
+    ``modeling_rope_utils.py`` of transformers 5.23. The results agree up to float32 rounding. That file has no "ntk"
+    type.
     """
     if rope_parameters is not None and not isinstance(rope_parameters, Mapping):
         raise TypeError(

@@ -40,7 +40,7 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
 
 
 def dynamic_ntk_scaling(theta: Tensor, factor: float, *, length: int, original_length: int) -> tuple[Tensor, float]:
-    """Apply :func:`ntk_scaling` by s·L/L0 - (s - 1) if the current length L exceeds the original length L0."""
+    """Apply :func:`ntk_scaling` by factor · L/L0 - (factor - 1) if the length L exceeds the original length L0."""
     _check_positive(factor=factor, length=length, original_length=original_length)
     return ntk_scaling(theta, factor * max(length, original_length) / original_length - (factor - 1))
 
@@ -69,7 +69,7 @@ def yarn_scaling(
     if num < 2 or not (first > last).all():
         raise ValueError(f"theta: expected a decreasing geometric series, got {tuple(theta.shape)}")
     step = (first - last) / (num - 1)
-    # The (fractional) index that makes `turns` turns in the original length.
+    # Return the (fractional) index of the frequency that makes `turns` turns in the original length.
     low, high = ((first - math.log(2 * math.pi * turns / original_length)) / step for turns in (fast, slow))
     if truncate:
         low, high = low.floor(), high.ceil()
@@ -111,13 +111,13 @@ def llama3_scaling(
     """Apply Llama 3.1's scaling (arXiv 2407.21783).
 
     With L0 = ``original_length``, frequencies with a wavelength above L0 / low are divided by ``factor``. Those with a
-    wavelength below L0 / high stay the same. In between, the two are blended linearly in the number of turns over L0.
-    The amplitude is 1.
+    wavelength below L0 / high stay the same. In between, the two results are blended. The weight is linear in the
+    number of turns over L0. The amplitude is 1.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, low=low, high=high, original_length=original_length)
     if not high > low:
-        raise ValueError(f"high: expected more than low = {low}, got {high}")
+        raise ValueError(f"high: expected a value greater than low = {low}, got {high}")
     keep = ((original_length * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return theta / factor * (1 - keep) + theta * keep, 1.0
 
@@ -127,14 +127,14 @@ def riflex_scaling(
 ) -> tuple[Tensor, float]:
     """Apply RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8), which lowers the intrinsic frequency to share · 2π / length.
 
-    ``length`` frames then span ``share`` of the period, so that a longer video does not repeat. If the original period
-    is at least ``length``, theta is unchanged, as in the authors' code without fine-tuning. Use this scaling for the
-    time axis.
+    ``length`` frames then span ``share`` of the period, so that a longer video does not repeat. If the period is
+    already at least ``length``, theta is unchanged, as in the authors' code without fine-tuning. Use this scaling for
+    the time axis.
 
     Args:
         length: number of latent frames to generate.
         repeats_at: frame at which a longer video starts to repeat. The intrinsic frequency is the one whose rounded
-            period is closest to it (eq. 7).
+            period is closest to this frame (eq. 7).
         index: index of the intrinsic frequency in theta, counted from 0, as an alternative to ``repeats_at``.
         share: fraction of the period to span, 1 in the paper and 0.9 in the authors' code.
 
@@ -143,7 +143,7 @@ def riflex_scaling(
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(length=length, share=share)
     if (repeats_at is None) == (index is None):
-        raise ValueError(f"repeats_at, index: expected exactly one of them, got {repeats_at}, {index}")
+        raise ValueError(f"repeats_at, index: expected exactly one of the two, got {repeats_at}, {index}")
     num = theta.shape[-1]
     periods = (2 * math.pi / theta).round()
     if repeats_at is not None:
@@ -184,13 +184,14 @@ def dype_yarn_scaling(
 ) -> tuple[Tensor, float]:
     """Apply the YaRN variant of DyPE (Issachar et al., arXiv 2510.20766).
 
-    The number of turns that a frequency makes in ``original_length`` determines how it is scaled. Below
-    ``interpolated``, it is divided by ``factor``. Above that, it follows :func:`ntk_scaling`. Above ``kept``, it stays
-    the same. Each pair of bounds delimits a ramp between two of these ranges. The bounds are multiplied by t², so that
-    all of θ is kept as t approaches 0. Ramp ends are rounded outwards to whole indices.
+    How a frequency is scaled depends on the number of turns that it makes in ``original_length``. With fewer than
+    ``interpolated`` turns, the frequency is divided by ``factor``. With more, it follows :func:`ntk_scaling`. With more
+    than ``kept`` turns, it stays the same. Both arguments are pairs of bounds, between which a ramp blends the two
+    neighbouring ranges. The bounds are multiplied by t², so that all of θ is kept as t approaches 0. Ramp ends are
+    rounded outwards to whole indices.
 
-    This follows the authors' code except close to t = 0, if all frequencies lie on one side of a ramp. The authors'
-    ramp then flips and treats the frequencies as if they were on the other side, which does not happen here.
+    This follows the authors' code except close to t = 0, if all frequencies lie on one side of a ramp. In that case,
+    the authors' ramp flips and treats the frequencies as if they were on the other side. This function does not.
 
     Args:
         factor: length divided by the training length. If it is at most 1, theta is unchanged.
@@ -211,7 +212,10 @@ def dype_yarn_scaling(
 
 
 def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
-    """Return a ramp over the index, from 1 at turns[1] · share turns in the length to 0 at turns[0] · share turns."""
+    """Return a ramp over the index of theta that falls from 1 to 0.
+
+    It starts at the frequency that makes turns[1] · share turns in the length, and ends at turns[0] · share turns.
+    """
     num = theta.shape[-1]
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()

@@ -21,7 +21,7 @@ def geometric_theta(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return RoPE's geometric series (num,) of ``base ** (-i / num)`` for i < num (arXiv 2104.09864)."""
+    """Return RoPE's geometric series ``base ** (-i / num)`` for i < num, of shape (num,) (arXiv 2104.09864)."""
     if num < 1:
         raise ValueError(f"num: expected at least one frequency, got {num}")
     if not isinstance(base, (Real, Tensor, torch.SymFloat, torch.SymInt)) or not 0 < base < math.inf:
@@ -49,7 +49,7 @@ def period_theta(periods: Tensor) -> Tensor:
 
 
 def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Split a geometric series into one band per head, and return it as (num_heads, num). Head 0 gets the fastest band.
+    """Split a geometric series into one band per head, and return the bands (num_heads, num), fastest band first.
 
     TransNormer's LRPE (arXiv 2307.14995) is ``head_bands_theta(head_dim, num_heads, base=1e4 ** 2)``.
     """

@@ -1,4 +1,4 @@
-"""Base class of the encoding modules, which stores frequencies and phases and preserves their precision."""
+"""Base class of the encoding modules. It stores frequencies and phases, and preserves their precision."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = [
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Learnable = bool | Literal["raw"]
 Phase = bool | Literal["k"]
-DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # of RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
+DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # from RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
 CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encoding_kwargs of a model"
 
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy values into tensors with one launch per dtype and device, from pairs (tensor, value)."""
+    """Copy the value of each pair (tensor, value) into the tensor, with one launch per dtype and device."""
     if pairs:
         targets, values = zip(*pairs, strict=True)
         copy_each(list(targets), list(values), non_blocking=True)
@@ -66,17 +66,18 @@ class FrequencyModule(nn.Module):
     * ``log_theta``: the logarithm of θ, if each channel has one axis. An optimiser step then changes slow and fast
       frequencies by the same relative amount, and never flips a sign.
     * ``theta``: θ itself, with ``learnable="raw"`` and for presets whose original model learns θ.
-    * ``omega``: ω itself, if channels have directions.
+    * ``omega``: ω itself, if each channel has its own direction.
 
     Frequencies and phases keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are
-    rebuilt when a module made on the meta device materialises. Fixed frequencies are not saved in the state_dict, so it
+    rebuilt when a module made on the meta device is materialised. Fixed frequencies are not saved, so the state_dict
     matches that of a model without an encoding. A state_dict saved before version 0.3, with θ or unflattened tensors,
     can still be loaded.
 
     FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard`` on this module (``model.encoding`` in
-    adapted models and backbones) before ``fully_shard(model, mp_policy=...)`` to gather, use and reduce them in their
-    own dtype. FSDP1 also casts buffers. To prevent that, use ``MixedPrecision(buffer_dtype=torch.float32)``, and pass
-    this module in ``ignored_modules`` if its frequencies are learned.
+    adapted models and backbones) before ``fully_shard(model, mp_policy=...)`` to gather, use and reduce these
+    frequencies in their own dtype. FSDP1 also casts buffers. To prevent that, use
+    ``MixedPrecision(buffer_dtype=torch.float32)``, and pass this module in ``ignored_modules`` if its frequencies are
+    learned.
     """
 
     map: str
@@ -115,12 +116,12 @@ class FrequencyModule(nn.Module):
         amplitude: float | Tensor | None = None,
     ) -> None:
         """Initialise the frequencies and the phase. The arguments are documented in the subclasses."""
-        super().__init__()  # subclasses call this last, because it needs their initial values
+        super().__init__()  # subclasses call __init__ last, because it needs their initial values
         check_act(act, dim)
         check_impl(impl)
         for name, number in (("num_heads", num_heads), ("num_axes", num_axes)):
             if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}: expected at least 1, got {number}")
+                raise ValueError(f"{name}: expected a positive integer, got {number}")
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}"
@@ -150,7 +151,7 @@ class FrequencyModule(nn.Module):
         if "log_theta" in self._parameters:
             self._set_sign(self._initial_sign(device), persistent=False)
         self._mark()
-        # Needed to rebuild the buffer when a module made on the meta device materialises.
+        # Needed to rebuild the buffer when a module made on the meta device is materialised.
         self.gain = None
         if amplitude is not None:
             self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
@@ -205,7 +206,7 @@ class FrequencyModule(nn.Module):
         raise NotImplementedError  # implemented by each subclass
 
     def _initial_phase(self) -> Tensor:
-        """Return zeros, or a different phase for each group, because equal groups would stay equal in training."""
+        """Return zeros, or different phases per group, because groups with equal phases would train identically."""
         groups = math.pi / self.phase_groups * torch.arange(self.phase_groups, dtype=torch.float64)
         phase = groups[:, None, None].expand(-1, self.num_heads, self.num_channels)
         return phase if self.phase_groups > 1 else phase[0]
@@ -252,7 +253,7 @@ class FrequencyModule(nn.Module):
 
     @torch.no_grad()
     def upgrade_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Convert state_dict entries that another version or parametrisation of this module saved, in place.
+        """Convert, in place, state_dict entries saved by another version or parametrisation of this module.
 
         prefix: prefix of the module's keys in the state_dict, such as "encoding.".
         """
@@ -291,7 +292,7 @@ class FrequencyModule(nn.Module):
         self._mark()
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of the learned parameters, which an optimiser should not decay."""
+        """Return the names of parameters without weight decay, which are all learned parameters."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def get_omega(self) -> Tensor:
@@ -376,7 +377,7 @@ class FrequencyModule(nn.Module):
                 own, now = self._buffers.get(name), self._buffers.get(name.removeprefix("trained_"))
                 if own is not None and own.dtype == self.dtype:
                     continue
-                whole = own is None and now is not None and now.dtype == self.dtype  # otherwise FSDP1 or DDP cast it
+                whole = own is None and now is not None and now.dtype == self.dtype  # else FSDP1 or DDP would cast it
                 value = now.clone() if whole else self._initial(name, device)  # pyright: ignore[reportOptionalMemberAccess]
                 self.register_buffer(name, value, persistent=False)
 
@@ -440,7 +441,8 @@ class FrequencyModule(nn.Module):
                 For packed tokens (N, H, D), pass the result of :func:`lrpe_md.pack`.
             qkv, num_key_heads: q, k and v in one tensor, instead of xs; see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ. The cosine map does not support this.
-            norm: a :class:`lrpe_md.Norm` to apply to q and k in the same pass. Its weights remain in their own modules.
+            norm: a :class:`lrpe_md.Norm` to apply to q and k in the same pass. The norm's weights stay in their own
+                modules.
             out, out_start: where to write the result, such as a static key cache; see :func:`lrpe_md.rotate`.
             attend: function to call instead of encoding: the result is ``attend(self.describe(), *xs)``, with ``norm``
                 in the description. Linear attention uses this to read the frequencies while FSDP's hooks have gathered
@@ -478,7 +480,7 @@ class FrequencyModule(nn.Module):
             raise
 
     def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
-        """Check the arguments of a call, with errors that name the module's arguments instead of omega."""
+        """Check the arguments of a call. The errors name the module's arguments instead of omega."""
         own, wheres = next(iter(self._owned().values())), positions if type(positions) is tuple else (positions,)
         for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
             if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4:
@@ -509,7 +511,7 @@ class FrequencyModule(nn.Module):
                 ) from None
 
     def describe(self) -> Description:
-        """Return this encoding's current arguments for :func:`lrpe_md.linear_attention`."""
+        """Return the arguments that describe the current encoding to :func:`lrpe_md.linear_attention`."""
         map_: Any = self.map
         return Description(
             map_, self.get_omega(), self.act, self.dim, self._own_phase(), self.pairs, self.rotary_dim,
@@ -517,7 +519,7 @@ class FrequencyModule(nn.Module):
         )  # fmt: skip
 
     def _own_phase(self) -> Any:
-        """Return the phase, or (None, phase) if only the keys have one."""
+        """Return the phase, or (None, phase) if it applies to the keys only."""
         phase = self.get_phase()
         if phase is None:
             return None

@@ -58,7 +58,7 @@ class CosineMd(SeriesModule):
         phase: if True, learn a phase (num_heads, D) for q and k, initially zero. "k" applies it to the keys only
             (PoPE).
         phase_groups: number P of phases to learn, as (P, num_heads, D). If P > 1, the phases of group g are initially π
-            g / P. :func:`lrpe_md.cosine` explains what they do and cost.
+            g / P. :func:`lrpe_md.cosine` explains the purpose and cost of groups.
         seed: seed of the random directions.
         dtype: dtype of the frequencies, float32 or float64. Casting the model does not change it.
 
@@ -126,7 +126,8 @@ class RotateMd(SeriesModule):
     Args:
         pairs, rotary_dim: see :func:`lrpe_md.rotate`.
         phase: if True, learn a phase (num_heads, R/2) for q and k, initially zero. "k" applies it to the keys only.
-        amplitude: factor on the rotated channels (YaRN, LongRoPE), a number or a tensor (R/2,). None means 1.
+        amplitude: factor by which to multiply the rotated channels (YaRN, LongRoPE), a number or a tensor (R/2,). None
+            means 1.
     """
 
     map = "rotate"
@@ -231,8 +232,8 @@ class Rotate1d(RotateMd):
         :func:`lrpe_md.rope_frequencies`.
 
         Args:
-            theta: new frequencies. Their shape may differ from the one that the module was built with, but not the
-                number of heads.
+            theta: new frequencies. The shape may differ from that of the original frequencies, but the number of heads
+                must not.
             amplitude: new amplitude. It must be 1 unless the module was built with an amplitude.
 
         Raises:
@@ -363,9 +364,9 @@ class PresetMd(FrequencyModule):
         head_dim, num_heads: sizes for a scheme or a name. By default, they are those of the original model; see
             :func:`lrpe_md.preset`.
         learnable: if True, learn theta (num_heads or 1, C), with a separate frequency for each channel, or omega if
-            channels have directions. The logarithm of theta is learned, except with "raw" or if the original model
-            learns theta. By default, the scheme decides.
-        act, phase: activation and phase, instead of the scheme's; see :class:`CosineMd`.
+            each channel has its own direction. The logarithm of theta is learned, except with "raw" or if the original
+            model learns theta. By default, the scheme decides.
+        act, phase: activation and phase to use instead of the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase. The default is float64 for fixed frequencies and float32 for learned
             ones.
@@ -374,7 +375,7 @@ class PresetMd(FrequencyModule):
     those of :class:`RotateMd` are "half" and "minor_first".
 
     Call with ``module(q, k, positions=module.positions((3, 5, 9)))``. Many schemes place tokens by a rule of their own.
-    If you pass a plain :class:`Grid` to one of them, the module warns you and uses the grid unchanged.
+    If you pass a plain :class:`Grid` with such a scheme, the module warns you and uses the grid unchanged.
     """
 
     axes: Tensor
@@ -416,7 +417,7 @@ class PresetMd(FrequencyModule):
         self.phase_range = scheme.phase_range
         self.axial = isinstance(scheme.frequencies, Axial)
         if learnable and self.axial and scheme.learned:
-            learnable = "raw"  # as in the original
+            learnable = "raw"  # as in the original model
         super().__init__(
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
             phase=(scheme.phase or False) if phase is None else phase, act=own, dim=dim, impl=impl, device=device,
@@ -459,7 +460,7 @@ class PresetMd(FrequencyModule):
             )
 
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
-        """Return :meth:`Preset.positions` on the module's device. Call it once per forward pass, not in every layer."""
+        """Call :meth:`Preset.positions` for the module's device. Do this once per forward pass, not in every layer."""
         options.setdefault("device", next(iter(self._owned().values())).device)
         return self.preset.positions(*segments, **options)
 
@@ -474,5 +475,5 @@ class PresetMd(FrequencyModule):
 
 
 def is_plain_grid(grid: Grid) -> bool:
-    """Return whether a grid's positions are its indices."""
+    """Return whether a grid's positions equal the grid indices."""
     return grid.scale is grid.shift is grid.origin is None

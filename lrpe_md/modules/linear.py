@@ -25,7 +25,7 @@ DecayName = Literal["retnet", "lightning"]
 
 
 class HeadDecay(nn.Module):
-    """Fixed or learned decay (H,) of :class:`LinearAttention`, one number per head.
+    """Fixed or learned decay factors (H,) for :class:`LinearAttention`, one per head.
 
     Args:
         num_heads: number of key heads, H.
@@ -88,7 +88,7 @@ class HeadDecay(nn.Module):
         return self
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters that an optimiser should not decay."""
+        """Return the names of parameters without weight decay."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def forward(self) -> Tensor:
@@ -101,7 +101,7 @@ class HeadDecay(nn.Module):
 
 def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) -> Tensor:
     if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
-        raise ValueError(f"num_heads: expected an integer of at least 1, got {num_heads!r}")
+        raise ValueError(f"num_heads: expected a positive integer, got {num_heads!r}")
     if isinstance(initial, Tensor):
         values = initial.detach().to("cpu", torch.float64)
         if values.shape != (num_heads,):
@@ -120,7 +120,7 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
 
 @dataclass(frozen=True)
 class Memory:
-    """Options for the state of a model's linear attention layers: how each block updates it, and how fast it decays.
+    """Options for the state of a model's linear attention layers: how each block updates the state, and its decay.
 
     A block is a video frame, or a token in a language model.
 
@@ -133,7 +133,7 @@ class Memory:
             decay.
         learnable: whether each layer learns its decays.
         directions: with "forward", a frame attends to itself and to earlier frames, as in a causal model. With "both",
-            it also attends to later frames through a second state, as in a bidirectional video model.
+            a frame also attends to later frames through a second state, as in a bidirectional video model.
 
     Raises:
         ValueError: for an unknown value, or learnable=True without a decay.
@@ -156,7 +156,7 @@ class Memory:
     def build_decay(
         self, num_heads: int, layer: int, depth: int, device: torch.device | str | None = None
     ) -> HeadDecay | None:
-        """Build the decay module of layer ``layer`` out of ``depth`` layers, or return None if there is no decay."""
+        """Build the decay module for layer ``layer`` of ``depth``, or return None if there is no decay."""
         if self.decay is None:
             return None
         return HeadDecay(num_heads, self.decay, depth=layer / depth, learnable=self.learnable, device=device)
@@ -169,9 +169,9 @@ class LinearAttention(nn.Module):
         encoding: a :class:`CosineMd`, :class:`RotateMd`, :class:`Rotate1d` or :class:`PresetMd`. It becomes a
             submodule, so learned frequencies are also parameters of this module. None means no positions and act
             "relu". Any other module or function, or a Rotate1d with a ``scale_base``, is called as ``encoding(q, k,
-            positions=positions)``, after the norm if there is one. It returns q̂ and k̂, which are then stored in
-            memory. With normalizer "unrotated", its ``act`` and ``dim`` attributes (default: none) define q̄ and k̄,
-            and everything except the encoding runs in plain PyTorch.
+            positions=positions)``, after the norm if there is one. It must return q̂ and k̂, which are therefore
+            written to memory. With normalizer "unrotated", the ``act`` and ``dim`` attributes of the encoding (default:
+            none) define q̄ and k̄, and everything except the encoding runs in plain PyTorch.
         normalizer, eps, rule, directions: see :func:`lrpe_md.linear_attention`.
         decay: a :class:`HeadDecay`, or another module that returns a decay. With None, there is no decay unless you
             pass one to forward.
@@ -209,7 +209,7 @@ class LinearAttention(nn.Module):
         self.directions: Directions = directions
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled module, including pickles of version 0.2, which have no decay."""
+        """Restore a pickled module. Pickles from version 0.2 have no decay."""
         super().__setstate__({"rule": "add", "directions": "forward", **state})
         self._modules.setdefault("decay", None)
 
@@ -282,8 +282,8 @@ def attend_with(
     if positions is None and isinstance(encoding, Rotate1d) and isinstance(q, Tensor) and q.ndim == 4:
         if state is not None:
             raise ValueError(
-                "positions: expected those of the new tokens with a state, got None; after n tokens, pass "
-                "Grid((N,)).offset(n)"
+                "positions: expected those of the new tokens, because you passed a state, got None; after n tokens, "
+                "pass Grid((N,)).offset(n)"
             )
         positions = text_positions(q, 0, cu_seqlens, encoding.dim)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions

@@ -27,11 +27,11 @@ def scale_xpos(
     pairs: Pairs = "half",
     rotary_dim: int | slice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Multiply pair i of q at position n by ζ_i^((n - centre) / scale_base), and divide pair i of k by it.
+    """Multiply pair i of q at position n by ζ_i^((n - centre) / scale_base), and divide pair i of k by the same factor.
 
     ζ_i = (2i + 0.4 R) / 1.4 R. Rotation preserves lengths, so you can call this before or after :func:`lrpe_md.rotate`.
-    This function runs in PyTorch. It costs an extra pass over q and k unless you compile it, and 16-bit dtypes are
-    rounded once more.
+    This function runs in plain PyTorch. Unless you compile it, it costs an extra pass over q and k, and rounds 16-bit
+    dtypes once more.
 
     Args:
         q, k: tensors (B, H, N, D).
@@ -74,13 +74,13 @@ def scale_xpos(
 def check_scale(value: Any, centre: Any) -> None:
     """Check scale_base and scale_centre."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ValueError(f"scale_base: expected a finite number above 0, got {value!r}")
+        raise ValueError(f"scale_base: expected a finite positive number, got {value!r}")
     if isinstance(centre, bool) or not isinstance(centre, (int, float)) or not -math.inf < centre < math.inf:
         raise ValueError(f"scale_centre: expected a finite number, got {centre!r}")
 
 
 def _whole_beside(x: Any, factor: Tensor) -> Tensor:
-    """Return the factor as a replicated DTensor if x is a DTensor, so that each rank uses the part for its shard."""
+    """If x is a DTensor, return the factor as a replicated DTensor, so that each rank uses the part for its shard."""
     if not hasattr(x, "placements"):
         return factor
     from torch.distributed.tensor import DTensor, Replicate
@@ -89,7 +89,7 @@ def _whole_beside(x: Any, factor: Tensor) -> Tensor:
 
 
 def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
-    """Return positions minus the centre as float64, (N,) or (B, N), with 0 for unrotated tokens."""
+    """Subtract the centre from positions. Return float64 (N,) or (B, N), which is 0 for unrotated tokens."""
     if isinstance(positions, Grid):
         positions = positions.explicit(x.device)
     elif isinstance(positions, Tensor):

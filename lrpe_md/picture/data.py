@@ -22,7 +22,7 @@ from ..presets.registry import find_scheme, preset
 from ..presets.scheme import Axial, Dense, Preset, Scheme
 
 MAPS = ("rotate", "cosine")
-NO_ORDER = "no order"  # for schemes with one axis, a direction per channel, or a fixed layout
+NO_ORDER = "no order"  # for schemes with a single axis, one direction per channel, or a fixed layout
 AXES = {1: ("N",), 2: ("H", "W"), 3: ("T", "H", "W"), 4: ("T", "H", "W", "L")}
 SHAPES = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
 
@@ -36,8 +36,8 @@ class Subject:
 
     Attributes:
         preset: preset that defines positions, pairs and frequencies.
-        frequencies: frequencies by axis order, starting with the subject's own. It is empty for a module or a tensor,
-            whose ω can't be built for another map or order.
+        frequencies: frequencies for each axis order, with the subject's own order first. It is empty for a module or a
+            tensor, because their ω can't be rebuilt for another map or order.
         seed: seed of random directions.
     """
 
@@ -47,7 +47,7 @@ class Subject:
 
     @cached_property
     def variants(self) -> list[tuple[str, str]]:
-        """Pairs (map, axis order) for which the frequencies can be built, starting with the subject's own."""
+        """Pairs (map, axis order) for which the frequencies can be built, starting with the subject's own pair."""
         own = self.preset.scheme.map
         if not self.frequencies:
             return [(own, NO_ORDER)]
@@ -86,7 +86,7 @@ def published(
 ) -> Subject:
     """Return the subject for a scheme, or for a name from :func:`lrpe_md.list_presets`.
 
-    By default, sizes and base are the scheme's, and the figure's title ``name`` is the scheme's name.
+    By default, sizes and base are the scheme's. ``name``, the title of the figure, defaults to the scheme's name.
     """
     found, described = find_scheme(scheme)
     seeded = "seed" in described.frequencies.takes
@@ -102,23 +102,29 @@ def published(
 def default_shape(made: Preset) -> tuple[int, ...]:
     """Return the grid shape to draw by default.
 
-    The shape has as many axes as the positions, but it is an image if the first axis also counts text tokens or images.
-    If the scheme does not accept this shape, return another one.
+    The shape has as many axes as the positions. However, if the first axis also counts text or images, the shape is
+    that of an image. If the scheme does not accept this shape, return another one.
 
     Raises:
-        ValueError: if the scheme accepts none of the default shapes.
+        ValueError: if the scheme accepts none of the default shapes. The message states why the scheme rejects the
+            first of them.
     """
     scheme = made.scheme
     text_first = scheme.tokens is not None and scheme.tokens.rule == "axis" and scheme.tokens.axis == 0
     is_video = made.num_axes > 2 and (scheme.apart is not None or text_first)
     first = 2 if is_video else min(made.num_axes, 3)
+    errors = []
     for number in sorted(SHAPES, key=lambda n: abs(n - first)):
         try:
             made.positions(SHAPES[number])
-        except (ValueError, IndexError):
+        except ValueError as error:
+            errors.append(error)
             continue
         return SHAPES[number]
-    raise ValueError(f"shape: expected a shape, because {made.name} fits none of {tuple(SHAPES.values())}, got None")
+    raise ValueError(
+        f"shape: {made.name} supports none of the default shapes {tuple(SHAPES.values())}; pass shape=. For "
+        f"{SHAPES[first]}: {errors[0]}"
+    ) from errors[0]
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
@@ -133,8 +139,8 @@ class TokenLayout:
         text: number of text tokens L.
         coords: positions (L + N, K).
         rotated: mask (L + N,), which is False for tokens that are not rotated.
-        steps: distance (K,) between neighbouring tokens, on the grid axis that each position axis follows. It is 0 if a
-            position axis follows no grid axis, such as the time of an image.
+        steps: distance (K,) between neighbouring tokens along the grid axis that each position axis follows. It is 0
+            for a position axis that follows no grid axis, such as time in an image.
         sizes: number of tokens on that grid axis, or 1 if there is none.
     """
 
@@ -178,10 +184,10 @@ class TokenLayout:
 def lay_out_tokens(
     positions: Callable[..., Grid | Coordinates], shape: Sequence[int], text: int = 0, row_major: bool = True
 ) -> TokenLayout:
-    """Lay out text tokens and a grid at ``positions(text, shape)``, such as :meth:`lrpe_md.Preset.positions`.
+    """Lay out text tokens and a grid at the positions that ``positions(text, shape)`` returns.
 
-    row_major: whether the positions are in row-major order. If not, for example because patches are merged later, they
-        are sorted into the grid's order.
+    row_major: whether the positions are in row-major order. If not, for example because patches are merged later,
+    tokens are sorted into row-major order.
     """
     shape = tuple(shape)
     alone = positions(shape)
@@ -223,7 +229,7 @@ def of_head(omega: Tensor, head: int) -> Tensor:
 
 
 def token_angles(layout: TokenLayout, omega: Tensor) -> Tensor:
-    """Compute Θ (N, C) in radians from omega (C, K), with learned phases as zero."""
+    """Compute Θ (N, C) in radians from omega (C, K), ignoring learned phases."""
     return reference.angles(layout.coords, omega[None], rotated=layout.rotated)[0]
 
 
@@ -246,43 +252,48 @@ def similarity(theta: Tensor, token: int) -> Tensor:
 
 
 def wavelengths(layout: TokenLayout, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens per turn on each axis, (C, K), and along each channel's own direction, (C,).
+    """Return the number of tokens per turn on each axis (C, K), and along each channel's own direction (C,).
 
-    They are infinite if the channel does not rotate. On a position axis that no grid axis follows, they count positions
-    instead of tokens.
+    The number is infinite if the channel does not rotate. On a position axis that follows no grid axis, positions are
+    counted instead of tokens.
     """
     turn = omega.abs() * torch.where(layout.steps == 0, 1.0, layout.steps.abs())
     return 2 * math.pi / turn, 2 * math.pi / (omega * layout.steps).norm(dim=-1)
 
 
 def aliased(layout: TokenLayout, omega: Tensor) -> bool:
-    """Return whether a channel with omega (K,) makes more than half a turn per token, so that it looks slower."""
+    """Return whether a channel with omega (K,) makes more than half a turn per token and so looks slower than it is."""
     return bool(((omega * layout.steps).abs() > math.pi).any())
 
 
 def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int]:
     """Choose ``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
-    The logarithms of their angles over the grid are evenly spaced. If some channels make less than a quarter of a turn,
-    the even spacing stops there, and the slowest channel is added. Among similar channels, the axes alternate. All
-    channels rotate, and no two have the same frequencies.
+    First, each axis gets the channel whose wavelength is closest to the size of the axis, starting with the longest
+    axis. The other channels are chosen so that the logarithms of their angles over the grid are spread widely, and so
+    that axes alternate if possible. Channels that make less than a quarter of a turn are only added if there are no
+    other channels, the fastest first. All channels rotate, and no two have the same frequencies.
     """
     step = (omega * layout.steps).abs()
-    turned = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
+    angle = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
     speed, axis = step.norm(dim=-1), step.argmax(-1).tolist()
     distinct = {tuple(row): c for c, row in reversed(list(enumerate(omega.tolist()))) if speed[c] > 0}
-    ranked = sorted(distinct.values(), key=lambda c: (-float(speed[c]), -float(turned[c]), c))
-    if len(ranked) <= number:
-        return ranked
-    chosen = [ranked[0], ranked[-1]][:number]
-    first, last = math.log(turned[ranked[0]]), math.log(turned[ranked[-1]])
-    quarter = math.log(math.pi / 2)
-    gap = (quarter - first) / max(number - 2, 1) if last < quarter < first else (last - first) / max(number - 1, 1)
-    for i in range(1, number - 1):
-        away = {c: abs(math.log(turned[c]) - (first + i * gap)) for c in ranked if c not in chosen}
-        near = [c for c in away if away[c] <= max(abs(gap) / 2, min(away.values()))]
+    ranked = sorted(distinct.values(), key=lambda c: (-float(speed[c]), -float(angle[c]), c))
+    turned = {c: math.log(angle[c]) for c in ranked}
+    chosen: list[int] = []
+    for j in sorted(set(axis), key=lambda j: -layout.sizes[j]):
+        size = 2 * math.pi / layout.sizes[j]
+        nearest = sorted((c for c in ranked if axis[c] == j), key=lambda c: abs(math.log(speed[c] / size)))
+        chosen += nearest[:1]
+    chosen = chosen[:number]
+    rest = [c for c in ranked if c not in chosen]
+    while rest and len(chosen) < number:
+        fast = [c for c in rest if turned[c] >= math.log(math.pi / 2)] or rest[:1]
+        away = {c: min((abs(turned[c] - turned[other]) for other in chosen), default=0.0) for c in fast}
+        far = [c for c in fast if away[c] >= 0.8 * max(away.values())]
         used = [axis[c] for c in chosen]
-        chosen.append(min(near, key=lambda c: (used.count(axis[c]), away[c])))
+        chosen.append(min(far, key=lambda c: (used.count(axis[c]), -away[c])))
+        rest.remove(chosen[-1])
     return sorted(chosen, key=ranked.index)
 
 
@@ -298,7 +309,7 @@ def choose_frames(layout: TokenLayout, token: Sequence[int], number: int = 3) ->
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Values of all tokens as one image, with frames side by side, text in rows above them, and NaN in the gaps.
+    """Values of all tokens as one image, with frames side by side, text in rows above the frames, and NaN in the gaps.
 
     Attributes:
         image: array (rows, columns), which is NaN where there is no token.
@@ -337,7 +348,7 @@ def arrange_frames(layout: TokenLayout, values: Tensor, frames: list[int]) -> Pi
 
 
 def slice_through(layout: TokenLayout, values: Tensor, token: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
-    """Return the distances from a token along a grid axis, in tokens, and the values there."""
+    """Return distances from a token along a grid axis, in tokens, and the values at these distances."""
     grid = values[layout.text :].reshape(layout.shape)
     line = grid[tuple(slice(None) if a == axis else i for a, i in enumerate(token))]
     return torch.arange(layout.shape[axis]) - token[axis], line

@@ -54,7 +54,7 @@ SMALL: Any = {
     "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.framealpha": 0.8, "legend.edgecolor": "none",
 }  # fmt: skip
 LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
-ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue its sign
+ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue shows its sign
 FOOT = (
     "Similarity: q·k with the marked token, divided by its value at distance 0, if q and k have the same content in "
     "every channel."
@@ -109,7 +109,7 @@ def make_view(
     maps: int = 4,
     reference: int | Sequence[int | None] | None = None,
 ) -> View:
-    """Choose what to draw: by default, the centre of the grid as the token, and ``maps`` channels.
+    """Select what to draw. By default, this is the centre of the grid as the marked token, and ``maps`` channels.
 
     Raises:
         ValueError: if no channel rotates on the grid.
@@ -125,16 +125,53 @@ def make_view(
     return View(subject, layout, token, head, shown, data.choose_frames(layout, token), reference)
 
 
+def lowest_similarity(views: Sequence[View], variants: int | None = None) -> float:
+    """Return the lower end of a similarity scale for the first variants of these views (default: all variants).
+
+    The upper end is 1.
+    """
+    lowest = min(float(score.min()) for view in views for _, score in view.scores()[:variants])
+    return min(math.floor(lowest * 10) / 10, 0.9)
+
+
 # --- panels ----------------------------------------------------------------------------------------------------------
 
 
 def draw(view: View) -> Figure:
     """Draw the figure, which the caller must close."""
+    lowest = lowest_similarity([view])
     with rc_context(SMALL):
-        return (_draw_sequence if len(view.layout.shape) == 1 else _draw_grid)(view)
+        return (_draw_sequence if len(view.layout.shape) == 1 else _draw_grid)(view, lowest)
 
 
-def _draw_grid(view: View) -> Figure:
+def draw_comparison(views: Sequence[View]) -> Figure:
+    """Draw a row for each view, with similarity, slices and wavelengths. The caller must close the figure.
+
+    All rows share the scale of the similarity.
+    """
+    lowest, height = lowest_similarity(views, 1), 2.4
+    with rc_context(SMALL):
+        figure = Figure(figsize=(WIDTH, height * len(views) + 0.5), layout="constrained")
+        axes = figure.subplots(len(views), 3, squeeze=False, width_ratios=(1.3, 1, 1))
+        image, pictures = None, []
+        for view, (where, cuts, waves) in zip(views, axes, strict=True):
+            names, score = view.scores()[0]
+            if len(view.layout.shape) == 1:
+                _similarity_lines(where, view, lowest, variants=1)
+            else:
+                image = _picture(where, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
+                pictures.append(where)
+            size = "×".join(map(str, view.layout.shape))
+            where.set_title(f"{_bold(view.subject.preset.name)}: {_variant_name(view, names)}, {size}")
+            _cuts(cuts, view, score, lowest)
+            _wavelengths(waves, view, height - 0.8, columns=2)
+        if image is not None:
+            _similarity_bar(figure, image, pictures, location="left", aspect=15 * len(pictures))
+        figure.supxlabel(FOOT, fontsize=7, color="#444444", x=0.008, ha="left")
+        return figure
+
+
+def _draw_grid(view: View, lowest: float) -> Figure:
     """Draw angle maps, then similarity, then slices and wavelengths, in fewer columns if there are several frames."""
     layout, scores = view.layout, view.scores()
     columns = 4 if len(view.frames) == 1 else 2
@@ -155,25 +192,21 @@ def _draw_grid(view: View) -> Figure:
     _angle_bar(rows[0], image, panels)
     _blank(panels[len(view.channels) :])
 
-    lowest = min(float(score.min()) for _, score in scores)
-    scale = {"cmap": "cividis", "vmin": min(math.floor(lowest * 10) / 10, 0.9), "vmax": 1.0}
     panels = _panels(left, score_rows, len(scores) if beside else columns)
     for axis, (names, score) in zip(panels, scores, strict=False):
-        image = _picture(axis, view, score, **scale)
+        image = _picture(axis, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
         axis.set_title(_variant_name(view, names))
-    bar = left.colorbar(image, ax=panels, shrink=0.9, pad=0.015, aspect=15)
-    bar.set_label("similarity")
-    bar.ax.grid(False)
+    _similarity_bar(left, image, panels)
     _blank(panels[len(scores) :])
 
     cuts, waves = _panels(right, 1, 2)
-    _cuts(cuts, view, scores[0][1])
+    _cuts(cuts, view, scores[0][1], lowest)
     _wavelengths(waves, view, heights[-1] - 0.8, 1 if beside else 2)
     _head_and_foot(figure, view)
     return figure
 
 
-def _draw_sequence(view: View) -> Figure:
+def _draw_sequence(view: View, lowest: float) -> Figure:
     """Draw angles with one row per channel, similarity as lines, and wavelengths."""
     layout, length = view.layout, view.layout.shape[0]
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
@@ -188,20 +221,45 @@ def _draw_sequence(view: View) -> Figure:
     turns = data.wavelengths(layout, omega)[1]
     angle.set_yticks(range(len(rows)), [f"{c}\nλ = {_number(turns[c])}" for c in view.channels])
     angle.set_xticks(_whole_ticks(length, 6))
-    label = "token" + (" (left: the text)" if layout.text else "")
-    angle.set(xlabel=label, ylabel=_what(view), title="angle Θ" + (", fastest to slowest" if len(rows) > 1 else ""))
+    title = "angle Θ" + (", fastest to slowest" if len(rows) > 1 else "")
+    angle.set(xlabel=_token_label(layout), ylabel=_what(view), title=title)
     angle.grid(False)
     _angle_bar(figure, image, [angle])
-    for (names, values), (colour, line, width) in zip(view.scores(), SEQUENCE_LINES, strict=False):
-        one: Any = {"ls": line, "lw": width, "color": OKABE_ITO[colour]}
-        score.plot(range(length), values[layout.text :].tolist(), label=_variant_name(view, names), **one)
-        score.plot(range(-before, -before + layout.text), values[: layout.text].tolist(), marker=".", **one)
-    score.axvline(view.token[0], color="black", lw=0.8, ls=":")
-    score.set(xlabel=label, ylabel="similarity", title=f"similarity to token {view.token[0]} (dotted)")
+    _similarity_lines(score, view, lowest)
+    score.set_title(f"similarity to token {view.token[0]} (dotted)")
     score.legend(**LEGEND)
     _wavelengths(wave, view, 2.2)
     _head_and_foot(figure, view)
     return figure
+
+
+def _token_label(layout: TokenLayout) -> str:
+    return "token" + (" (left: the text)" if layout.text else "")
+
+
+def _similarity_lines(axis: Any, view: View, lowest: float, variants: int = len(SEQUENCE_LINES)) -> None:
+    """Plot the similarity over a sequence, with the text on the left. The first variant is the scheme's own."""
+    layout = view.layout
+    before = layout.text + data.GAP if layout.text else 0
+    for (names, values), (colour, line, width) in zip(view.scores()[:variants], SEQUENCE_LINES, strict=False):
+        one: Any = {"ls": line, "lw": width, "color": OKABE_ITO[colour]}
+        axis.plot(range(layout.shape[0]), values[layout.text :].tolist(), label=_variant_name(view, names), **one)
+        axis.plot(range(-before, -before + layout.text), values[: layout.text].tolist(), marker=".", **one)
+    axis.axvline(view.token[0], color="black", lw=0.8, ls=":")
+    axis.set(xlabel=_token_label(layout), ylabel="similarity")
+    _limit_similarity(axis, lowest)
+
+
+def _limit_similarity(axis: Any, lowest: float) -> None:
+    """Set the limits of a similarity axis to ``lowest`` and 1, with a margin."""
+    margin = 0.05 * (1 - lowest)
+    axis.set_ylim(lowest - margin, 1 + margin)
+
+
+def _similarity_bar(figure: Any, image: Any, axes: list[Any], **options: Any) -> None:
+    bar = figure.colorbar(image, ax=axes, **{"shrink": 0.9, "pad": 0.015, "aspect": 15, **options})
+    bar.set_label("similarity")
+    bar.ax.grid(False)
 
 
 def _panels(figure: Any, rows: int, columns: int) -> list[Any]:
@@ -245,9 +303,9 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     return image
 
 
-def _cuts(axis: Any, view: View, score: Tensor) -> None:
+def _cuts(axis: Any, view: View, score: Tensor, lowest: float) -> None:
     """Plot the similarity along each grid axis through the token."""
-    for j, name in enumerate(("T", "H", "W")[-len(view.layout.shape) :]):
+    for j, name in enumerate(data.AXES[len(view.layout.shape)]):
         if view.layout.shape[j] > 1:
             look = LOOKS[name]
             line = "-" if look.width > 2 else look.line
@@ -257,6 +315,7 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(9, integer=True))
     axis.set(xlabel="distance from the marked token, tokens", ylabel="similarity")
     axis.set_title(f"cuts through the marked token, {view.default_variant[0]}")
+    _limit_similarity(axis, lowest)
     axis.legend(**LEGEND, handlelength=2.6)
 
 
@@ -278,7 +337,7 @@ def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None
         axis.plot(there.tolist(), each[there, j].tolist(), ls="none", **dots)
         if not still:
             axis.axhline(layout.sizes[j], color=look.colour, ls=look.line, lw=1)
-        label = f"{name}, in positions" if still else f"{name}, and its size {layout.sizes[j]}"
+        label = f"{name}, in positions (not on this grid)" if still else f"{name}, and its size {layout.sizes[j]}"
         handles.append(Line2D([], [], ls="none" if still else look.line, lw=1, label=label, **dots))
     if ((omega != 0).sum(-1) > 1).any():
         handles += axis.plot(along.tolist(), "_", color="black", ms=5, label="along its direction")
@@ -327,9 +386,14 @@ def _head_and_foot(figure: Figure, view: View) -> None:
     parts += ["phase set to 0"] if made.scheme.phase else []
     parts += ["frequencies before training"] if made.scheme.learned and view.subject.frequencies else []
     at: Any = {"x": 0.008, "ha": "left"}
-    name = made.name.replace("_", r"\_").replace("-", r"\text{-}").replace(" ", r"\ ")
-    figure.suptitle("   ·   ".join([rf"$\mathbf{{{name}}}$", *parts]), fontsize=9, **at)
+    figure.suptitle("   ·   ".join([_bold(made.name), *parts]), fontsize=9, **at)
     figure.supxlabel(FOOT, fontsize=7, color="#444444", **at)
+
+
+def _bold(name: str) -> str:
+    """Return a name in bold, as mathtext."""
+    name = name.replace("_", r"\_").replace("-", r"\text{-}").replace(" ", r"\ ")
+    return rf"$\mathbf{{{name}}}$"
 
 
 def _what(view: View) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ..checks import check_at_least
 from ..modules.base import FrequencyModule
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -17,67 +19,108 @@ from . import data
 __all__ = ["show"]
 
 
+Drawable = str | Scheme | Preset | FrequencyModule | Tensor
+
+
 def show(
-    scheme: str | Scheme | Preset | FrequencyModule | Tensor,
+    scheme: Drawable | Sequence[Drawable],
     shape: tuple[int, ...] | None = None,
     path: str | Path | None = None,
     *,
     head_dim: int | None = None,
     num_heads: int | None = None,
     head: int = 0,
+    token: tuple[int, ...] | None = None,
+    channels: Sequence[int] = (),
+    maps: int = 4,
+    text: int = 0,
     dark: bool = False,
     **options: Any,
 ) -> Any:
-    """Plot an encoding's angles for a few channels, its similarity to the middle token, and its wavelengths.
+    """Plot an encoding's angles for a few channels, its similarity to one token, and its wavelengths.
 
     ``lrpe-md visualize`` draws the same figure. For a name or a scheme, the figure also shows the other map and axis
-    order.
+    order. For a list of encodings, as with ``--compare``, the figure has a row per encoding, with the similarity (on
+    the same scale in all rows), slices through the similarity, and wavelengths.
 
     Args:
         scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of :func:`lrpe_md.preset`,
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
-            with any float dtype and device. A module is drawn with its current frequencies, and ω is drawn as rotated
-            pairs.
-        shape: grid shape (N,), (H, W) or (T, H, W). By default, it is chosen to suit the scheme's axes.
+            with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
+            rotate map. You can also pass a list of encodings.
+        shape: grid shape (N,), (H, W) or (T, H, W). The default depends on the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
         head_dim, num_heads: sizes for a scheme or a name; see :func:`lrpe_md.preset`.
         head: head to plot.
+        token: grid coordinates of the marked token, such as (h, w). By default, it is the middle token.
+        channels: channels (cosine) or pairs (rotate) to plot angles for. By default, ``maps`` channels are chosen, with
+            at least one for each axis.
+        maps: number of angle maps if ``channels`` is None.
+        text: number of text (or class) tokens before the grid.
         dark: whether to draw for a dark background.
         options: options of the scheme's positions; see :meth:`lrpe_md.Preset.positions`.
 
     Returns:
-        the figure, a matplotlib Figure.
+        the figure, a matplotlib Figure. The figure is not registered with pyplot, so ``plt.show()`` doesn't show it. A
+        notebook shows the figure if it is the last value of a cell, and ``figure.savefig(file, dpi=..)`` saves it at
+        any resolution.
 
     Raises:
         ImportError: if matplotlib is not installed.
-        TypeError: if the scheme or the shape has the wrong type.
-        ValueError: for an unknown name, an invalid shape of ω, or a shape or head that the scheme does not support.
+        TypeError: if the scheme, the shape or the token has the wrong type.
+        ValueError: for an unknown name, an invalid shape of ω, or a shape, head, token, channel or text that the scheme
+            does not support.
     """
     try:
         from .dark import darken
-        from .figure import draw, make_view
+        from .figure import draw, draw_comparison, make_view
     except ImportError as error:
         raise ImportError("show: needs matplotlib, pip install 'lrpe-md[plots]'") from error
-    subject = _prepare(scheme, head_dim, num_heads)
-    made = subject.preset
-    heads = max(made.omega.shape[0], made.num_heads)
-    if not 0 <= head < heads:
-        raise ValueError(f"head: expected 0 to {heads - 1}, got {head}")
-    size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
+    check_at_least(1, maps=maps)
+    check_at_least(0, text=text)
 
-    def locate(*segments: Any) -> Grid | Coordinates:
-        positions = made.positions(*segments, **options)
-        return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
+    def view(scheme: Any) -> Any:
+        subject = _prepare(scheme, head_dim, num_heads)
+        made = subject.preset
+        _check_index("head", head, max(made.omega.shape[0], made.num_heads))
+        size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
 
-    layout = data.lay_out_tokens(locate, size, row_major=made.scheme.row_major)
-    figure = draw(make_view(subject, layout, head=head, reference=options.get("reference")))
+        def locate(*segments: Any) -> Grid | Coordinates:
+            positions = made.positions(*segments, **options)
+            return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
+
+        layout = data.lay_out_tokens(locate, size, text, made.scheme.row_major)
+        marked = layout.centre if token is None else _check_token(token, layout)
+        for channel in channels:
+            _check_index("channels", channel, made.omega.shape[1])
+        shown: Any = {"channels": channels, "maps": maps, "reference": options.get("reference")}
+        return make_view(subject, layout, marked, head, **shown)
+
+    if isinstance(scheme, (list, tuple)):
+        if not scheme:
+            raise ValueError("scheme: expected one or more encodings, got an empty list")
+        figure = draw_comparison([view(each) for each in scheme])
+    else:
+        figure = draw(view(scheme))
     if dark:
         darken(figure)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     return figure
+
+
+def _check_index(name: str, value: Any, number: int) -> None:
+    if not isinstance(value, int) or not 0 <= value < number:
+        raise ValueError(f"{name}: expected 0 to {number - 1}, got {value!r}")
+
+
+def _check_token(token: Any, layout: data.TokenLayout) -> tuple[int, ...]:
+    if not isinstance(token, (tuple, list)) or not all(isinstance(i, int) for i in token):
+        raise TypeError(f"token: expected grid coordinates, such as {layout.centre}, got {token!r}")
+    layout.index(token)
+    return tuple(token)
 
 
 def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
@@ -94,7 +137,7 @@ def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
-    """Return the subject for a scheme, or for the frequencies of a preset, module or tensor, copied to the CPU."""
+    """Return the subject for a scheme, preset, module or tensor. Frequencies are copied to the CPU."""
     if isinstance(scheme, (str, Scheme)):
         return data.published(scheme, head_dim, num_heads)
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):

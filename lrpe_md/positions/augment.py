@@ -24,8 +24,8 @@ class AugmentPositions(nn.Module):
     Call this once per step, so that all layers use the same positions. All samples of a batch share the random numbers.
     First, ``perturb`` moves each token separately, which turns a grid into a table. Then all tokens are shifted, each
     axis is stretched, and finally all axes are stretched by the same factor. These last three steps turn a grid into
-    another grid. Its scale and shift are tensors, so that nothing is recompiled. ``torch.compile`` can capture the
-    random numbers, but CUDA graphs cannot, so call this module outside of them.
+    another grid. The new grid's scale and shift are tensors, so that nothing is recompiled. ``torch.compile`` can trace
+    the random numbers, but a CUDA graph cannot capture them, so call this module outside of graphs.
 
     Args:
         shift: maximum shift s, in units of position. Each axis is shifted by U(-s, s). Pass one number, or one per
@@ -38,7 +38,7 @@ class AugmentPositions(nn.Module):
         seed: random seed of a generator on the CPU. Use the same seed on ranks that share a sequence.
 
     Unrotated tokens stay unrotated. Call the module with :class:`Coordinates`, or with a :class:`Grid` and the device
-    on which to create its scale and shift.
+    for the grid's scale and shift.
 
     Sources: shift, jitter and rescale come from DINOv3 (arXiv 2508.10104), which trains with ``rescale=2``. perturb
     comes from ComRoPE (arXiv 2506.03737).
@@ -79,7 +79,7 @@ class AugmentPositions(nn.Module):
         return positions.transform(scale.to(device), shift.to(device))
 
     def _uniform(self, name: str, num: int) -> Tensor:
-        """Draw ``num`` values from U(-a, a), where a is the strength, or its logarithm if the strength is a factor."""
+        """Draw ``num`` values from U(-a, a), where a is the strength, or log(strength) if the strength is a factor."""
         strength = _per_axis(name, getattr(self, name), num)
         bound = strength if name == "shift" else strength.log()
         return (2 * ops.draw(self.state, [num], False) - 1) * bound
@@ -110,11 +110,11 @@ def _per_axis(name: str, strength: Any, num: int) -> Tensor:
     return torch.as_tensor(strength, dtype=torch.float64, device="cpu").expand(num)
 
 
-# --- draws as an operator, because compilers reject generators -----------------------------------------------------
+# --- random numbers as an operator, because compilers reject generators -----------------------------------------------
 
 
 def _draw_random(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:
-    """Draw float64 values from U(0, 1) or N(0, 1) with a CPU generator, and update its state in place."""
+    """Draw float64 values from U(0, 1) or N(0, 1) with a CPU generator, and update the generator's state in place."""
     generator = torch.Generator("cpu")
     generator.set_state(state)
     drawn = (torch.randn if normal else torch.rand)(size, dtype=torch.float64, generator=generator, device="cpu")

@@ -1,4 +1,4 @@
-"""Explicit token positions, and the operations that they share with grids."""
+"""Explicit token positions, and operations that are shared with grids."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Rules:
     """Affine operations on each axis, shared by grids and coordinates."""
 
     def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
-        """Change each position s to scale · s + shift. Both can be a number, one number per axis, or a tensor (K,)."""
+        """Change each position s to scale · s + shift. Each is a number, one number per axis, or a tensor (K,)."""
         raise NotImplementedError  # overridden by Grid and Coordinates
 
     def offset(self: Self, by: PerAxis) -> Self:
@@ -86,7 +86,7 @@ class Coordinates(Rules):
         prefix: number of unrotated tokens before the first row of ``coords``.
         suffix: number of unrotated tokens after the last row.
         rotated: mask (N,) or (B, N), which is False for tokens that have a row but are not rotated, such as padding.
-            Their coordinates are set to zero, so that Θ = 0, and they get no phase.
+            The coordinates of these tokens are set to zero, so that Θ = 0, and they get no phase.
     """
 
     coords: Tensor
@@ -114,7 +114,7 @@ class Coordinates(Rules):
             value = getattr(self, name)
             number = as_integer(value)
             if number is None or number < 0:
-                raise ValueError(f"{name}: expected an integer of at least 0, got {value!r}")
+                raise ValueError(f"{name}: expected a non-negative integer, got {value!r}")
             object.__setattr__(self, name, number)
         if self.rotated is not None:
             if not isinstance(self.rotated, Tensor):
@@ -148,7 +148,7 @@ class Coordinates(Rules):
         return replace(self, coords=coords * a + b)
 
     def floor(self) -> Coordinates:
-        """Round each position down, for models that do so after scaling, such as Qwen2.5-VL with seconds."""
+        """Round each position down, for models that round positions after scaling, such as Qwen2.5-VL with seconds."""
         return replace(self, coords=self.coords.floor())
 
     def clamp(self, low: Bound = None, high: Bound = None) -> Coordinates:
@@ -202,7 +202,7 @@ class Coordinates(Rules):
         )
 
     def shard(self, start: int, length: int | None = None) -> Coordinates:
-        """Return ``length`` tokens (default: all) from ``start`` on. Prefix and suffix tokens count, too."""
+        """Return ``length`` tokens (default: all) from ``start`` on, where prefix and suffix tokens also count."""
         length = self.num_tokens - start if length is None else length
         if not (start >= 0 and 0 <= length <= self.num_tokens - start):
             raise ValueError(
@@ -273,7 +273,7 @@ def check_reach(position: float, where: str = "") -> None:
 
 
 def check_index(index: Tensor, num: int) -> None:
-    """Check indices into ``num`` tokens, with an assertion on the device if reading them would synchronise."""
+    """Check indices into ``num`` tokens. If reading the indices would synchronise, assert on the device instead."""
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
     outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"

@@ -53,9 +53,10 @@ class Grid(Rules):
         shift: like ``scale``, but the default is 0.
         start: first token of this shard, counted from the first prefix token. Shards are used in sequence parallelism
             and decoding.
-        length: number of tokens in this shard. By default, it extends to the end.
-        origin: integer tensor (K,), or (B, K) if samples differ, on x's device, such as the current cache length in
-            decoding. The kernel reads it there, so a new value needs no synchronisation, copy or recompile.
+        length: number of tokens in this shard. By default, the shard extends to the end.
+        origin: first integer coordinates, such as the current cache length in decoding, as an integer tensor (K,), or
+            (B, K) if samples differ, on x's device. The kernel reads the tensor, so a new value needs no
+            synchronisation, copy or recompile.
 
     Raises:
         ValueError: if a size is negative or not an integer, a scale, shift or origin has the wrong number of axes, or a
@@ -83,7 +84,7 @@ class Grid(Rules):
         shape: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
         sizes = tuple(map(as_integer, shape))
         if len(sizes) == 0 or any(n is None or n < 0 for n in sizes):
-            raise ValueError(f"shape: expected one integer of at least 0 for each axis, got {shape}")
+            raise ValueError(f"shape: expected a non-negative integer for each axis, got {shape}")
         object.__setattr__(self, "shape", sizes)
         for name in ("prefix", "suffix", "start", "length"):
             value = getattr(self, name)
@@ -91,7 +92,7 @@ class Grid(Rules):
                 continue
             number = as_integer(value)
             if number is None or (number < 0 and name != "length"):
-                raise ValueError(f"{name}: expected an integer of at least 0, got {value!r}")
+                raise ValueError(f"{name}: expected a non-negative integer, got {value!r}")
             object.__setattr__(self, name, number)
         for name in ("scale", "shift"):
             object.__setattr__(self, name, per_axis(name, getattr(self, name), len(shape)))
@@ -161,7 +162,7 @@ class Grid(Rules):
 
     @property
     def _has_rules(self) -> bool:
-        """Return whether the grid has a scale or a shift, with values that the host knows."""
+        """Return whether the grid has a scale or a shift whose values the host knows."""
         known = not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
         return known and not (self.scale is None and self.shift is None)
 
@@ -188,7 +189,7 @@ class Grid(Rules):
 
     @property
     def origin_row(self) -> Tensor | None:
-        """The origin as (1, K) or (B, 1, K), which broadcasts over tokens, or None."""
+        """The origin as (1, K) or (B, 1, K), to broadcast over tokens, or None."""
         return None if self.origin is None else self.origin.unsqueeze(-2)
 
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:
@@ -201,21 +202,21 @@ class Grid(Rules):
         return replace(self, scale=[x * y for x, _, y, _ in rows], shift=[x * z + w for x, w, _, z in rows])
 
     def interpolate(self, reference: int | Sequence[int | None]) -> Grid:
-        """Rescale positions to a grid of size ``reference``, s → s · reference_j / n_j (EVA-02). None keeps an axis."""
+        """Rescale positions to a grid of size ``reference``, s → s · reference_j / n_j (EVA-02). None skips an axis."""
         if not isinstance(reference, (int, Iterable)) or isinstance(reference, str):
             found = "a Grid; pass its shape" if isinstance(reference, Grid) else type(reference).__name__
             raise TypeError(f"reference: expected a size, or one for each of {self.num_axes} axes, got {found}")
         sizes = (reference,) * self.num_axes if isinstance(reference, int) else tuple(reference)
         if len(sizes) != self.num_axes or not all(r is None or r > 0 for r in sizes):
             raise ValueError(
-                f"reference: expected a size of at least 1, or None, for each of {self.num_axes} axes, got {reference}"
+                f"reference: expected a positive size, or None, for each of {self.num_axes} axes, got {reference}"
             )
         return self.rescale([1.0 if r is None else r / n for r, n in zip(sizes, self._sizes, strict=True)])
 
     def centre(self, axes: Sequence[int] | None = None, *, whole: bool = False) -> Grid:
-        """Shift ``axes`` (default: all) so that their middle, at index (n - 1) / 2, is at position zero (Mochi).
+        """Shift ``axes`` (default: all) so that their middle, at index (n - 1) / 2, is at position zero, as in Mochi.
 
-        whole: use index n - n // 2 as the middle, so that integers stay integers (Qwen-Image).
+        whole: use index n - n // 2 as the middle, so that integers stay integers, as in Qwen-Image.
         """
         chosen = range(self.num_axes) if axes is None else axes
         if any(not 0 <= axis < self.num_axes for axis in chosen):
@@ -229,7 +230,7 @@ class Grid(Rules):
         return self.offset([-h * (a * m + b) for h, m, a, b in zip(here, middle, scale, shift, strict=True)])
 
     def cells(self, by: Literal["axis", "shorter", "longer"] = "axis") -> Grid:
-        """Place tokens at the centres of n cells that fill [-1, 1], s → 2 (s + ½) / m - 1 with m = n (DINOv3).
+        """Place tokens at the centres of n cells that fill [-1, 1], s → 2 (s + ½) / m - 1 with m = n, as in DINOv3.
 
         by: "axis" uses each axis's own size as m. "shorter" and "longer" use the size of the shorter or longer axis for
         all axes, which keeps the aspect ratio.
@@ -241,10 +242,10 @@ class Grid(Rules):
         return self.transform([2 / m for m in sizes], [1 / m - 1 for m in sizes])
 
     def crop(self, start: Sequence[float], stop: Sequence[float]) -> Grid:
-        """Place tokens as a crop of a larger grid, with the first at start_j and the last at stop_j (n_j - 1) / n_j.
+        """Place tokens like a crop of a larger grid, the first token at start_j and the last at stop_j (n_j - 1) / n_j.
 
         If ``start`` is 0, the step is stop / n. Otherwise it differs slightly from (stop - start) / n, as in CogVideoX.
-        For exactly that step, use ``rescale((stop - start) / n).offset(start)``.
+        To get exactly the step (stop - start) / n, use ``rescale((stop - start) / n).offset(start)``.
 
         Raises:
             ValueError: if the crop is so small and so far from 0 that the last position would precede the first.
@@ -256,9 +257,9 @@ class Grid(Rules):
             length = b * (n - 1) / n - a
             if 0 < a < b and n > 1 and length < 0:
                 raise ValueError(
-                    f"start, stop: expected the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, to "
-                    f"be at least start = {a:g}, got stop = {b:g}; for equal steps, use rescale((stop - start) / "
-                    "n).offset(start)"
+                    f"start, stop: the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, would "
+                    f"precede start = {a:g}; increase stop = {b:g}, or use rescale((stop - start) / n).offset(start), "
+                    "which has equal steps"
                 )
             steps.append(length / larger(n - 1, 1))
         return self.transform(steps, start)
@@ -273,8 +274,8 @@ class Grid(Rules):
         Use this for times that are not affine in the frame index, or that only the device knows.
 
         Args:
-            places: a tensor (n,) per axis number, with at least as many positions as the grid has on this axis. They
-                replace the positions from origin, scale and shift.
+            places: dict from axis number to a tensor (n,) with at least as many positions as the grid has on this axis.
+                These positions replace the ones given by origin, scale and shift.
 
         Raises:
             ValueError: for an invalid axis or too few places.
@@ -301,7 +302,7 @@ class Grid(Rules):
         return self._as_table(torch.stack(columns, dim=-1), rotated)
 
     def _as_table(self, coords: Tensor, rotated: Tensor) -> Coordinates:
-        """Make a table from this shard's positions (.., N, K). If it is the whole grid, keep prefix and suffix."""
+        """Make a table from this shard's positions (.., N, K). For the whole sequence, keep prefix and suffix."""
         if self.whole:
             on_grid = slice(self.prefix, self.prefix + self.num_grid_tokens)
             return Coordinates(coords[..., on_grid, :], self.prefix, self.suffix)
@@ -372,7 +373,7 @@ def _as_fraction(scale: float, shift: float, n: int) -> tuple[float, float, floa
 
 
 def _place_by_fractions(index: Tensor, affine: Tensor, n: Tensor) -> Tensor:
-    """Compute positions as :func:`_as_fraction` does, but for sizes that are traced."""
+    """Compute positions with the fractions of :func:`_as_fraction`, for sizes that are traced."""
     scale, shift = affine.unbind(-1)
     p, r, largest = (scale * n).round(), (shift * n).round(), 2.0**53 / n**2
     near = ((p / n - scale).abs() <= 2.0**-50 * scale.abs()) & ((r / n - shift).abs() <= 2.0**-50 * shift.abs())
@@ -389,7 +390,7 @@ def window_order(shape: Sequence[int], window: int | Sequence[int], device: torc
     """
     windows = (window,) * len(shape) if isinstance(window, int) else tuple(window)
     if len(windows) != len(shape) or not all(w > 0 for w in windows):
-        raise ValueError(f"window: expected a size of at least 1 for each of {len(shape)} axes, got {window}")
+        raise ValueError(f"window: expected a positive size for each of {len(shape)} axes, got {window}")
     for size in shape:
         check_at_least(0, shape=size)
     index = torch.arange(math.prod(shape), device=device)
@@ -447,7 +448,7 @@ def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
     columns = []
     for size in reversed(sizes):
         rest = index // max(size, 1)
-        columns.append(index - rest * max(size, 1))  # ONNX has no remainder by a dynamic size
+        columns.append(index - rest * max(size, 1))  # ONNX has no modulo by a dynamic size
         index = rest
     return torch.stack(columns[::-1], dim=-1)
 
@@ -503,5 +504,5 @@ def affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.
 
 @cache  # never evicted: a CUDA graph may hold the address
 def _rows_on(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # an inference tensor could never take part in training
+    with torch.inference_mode(False):  # an inference tensor could not be used in training later
         return torch.tensor(rows, dtype=torch.float64, device=device)

@@ -36,7 +36,7 @@ class Tokens:
 
             - ``"skip"``: they have no position, are not rotated and get no phase.
             - ``"zero"``: they are all at the origin.
-            - ``"axis"``: they follow one another along one axis, and are at zero on the others.
+            - ``"axis"``: they follow one another along one axis, and are at zero on the other axes.
             - ``"diagonal"``: they follow one another along all axes at once.
         axis: axis number for ``"axis"``.
         start: position of the first token. None means the running position of the sequence.
@@ -50,7 +50,7 @@ class Tokens:
     def __post_init__(self) -> None:
         for name, number in (("length", self.length), ("axis", self.axis)):
             if isinstance(number, bool) or as_integer(number) is None or number < 0:
-                raise ValueError(f"{name}: expected an integer of at least 0, got {number!r}")
+                raise ValueError(f"{name}: expected a non-negative integer, got {number!r}")
         if self.rule not in RULES:
             raise ValueError(f"rule: expected one of {RULES}, got {self.rule!r}")
         start = self.start
@@ -63,15 +63,15 @@ class Tokens:
 
 @dataclass(frozen=True)
 class After:
-    """A grid that continues after the preceding segments. The running position is added to its positions.
+    """A grid that continues after the preceding segments. The running position is added to the grid's positions.
 
     Args:
         grid: a grid with positions from 0 on, or a table (N, K), for example of reordered tokens. For a table on a GPU,
             reading the largest positions synchronises.
         axes: axes on which to add the running position. None means all.
-        advance: axes that determine the next running position, which is the grid's largest position on them plus 1.
-            None means the same as ``axes``. (1, 2) advances by the larger of height and width, regardless of the number
-            of frames (Qwen2-VL in transformers 5).
+        advance: axes that determine the next running position, which is 1 plus the grid's largest position on these
+            axes. None means the same as ``axes``. (1, 2) advances by the larger of height and width, regardless of the
+            number of frames (Qwen2-VL in transformers 5).
         whole: round the next running position up to an integer. Use this with fractional positions (V2PE).
     """
 
@@ -92,7 +92,7 @@ class Before:
     """A grid that ends just before the running position and does not advance it, such as earlier frames or a condition.
 
     The grid is shifted so that its largest position on each axis is the running position minus 1. At the start of a
-    sequence, that is -1.
+    sequence, this largest position is -1.
 
     Args:
         grid: a grid or a table (N, K); see :class:`After`.
@@ -111,7 +111,7 @@ Segment = Tokens | Grid | After | Before | Coordinates
 
 
 class Packed(NamedTuple):
-    """Positions of samples packed end to end, and their boundaries cu_seqlens (B + 1,) in int32."""
+    """Positions of samples packed end to end, and the samples' boundaries cu_seqlens (B + 1,) in int32."""
 
     positions: Coordinates
     cu_seqlens: Tensor
@@ -129,18 +129,17 @@ def compose(
 ) -> Coordinates:
     """Return the positions of one sample from its segments, in token order.
 
-    A running position p starts at 0. :class:`Tokens` on an axis or the diagonal set it to their start plus their
-    length. :class:`After` sets it to the grid's largest position plus 1, subject to its options, or leaves it unchanged
-    if the grid is empty. :class:`Before` uses p without changing it. Plain grids and coordinates neither use nor change
-    p.
+    A running position p starts at 0. :class:`Tokens` on an axis or the diagonal set p to their start plus their length.
+    :class:`After` sets p to the grid's largest position plus 1, subject to its options, or leaves p unchanged if the
+    grid is empty. :class:`Before` uses p without changing it. Plain grids and coordinates neither use nor change p.
 
     Args:
         segments: :class:`Tokens`, :class:`Grid` or :class:`Coordinates` (N, K) with fixed positions, and :class:`After`
             or :class:`Before` for a grid relative to p. A grid's prefix and suffix are unrotated tokens.
         num_axes: number of axes K. It is required if no grid determines it.
-        num_tokens: expected total number of tokens. If you pass it, it is checked.
+        num_tokens: total number of tokens to check for. None skips this check.
         start: first token of this shard of the sequence. Shards are used in sequence parallelism and decoding.
-        length: number of tokens in this shard. By default, it extends to the end.
+        length: number of tokens in this shard. By default, the shard extends to the end.
         order: indices of the segments in the order in which p visits them. The default is token order. With (1, 0),
             text after an image gets the earlier positions (Z-Image).
         device, dtype: device and dtype of the positions. float32 can represent all integers up to 2^24.
@@ -202,7 +201,7 @@ def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | Non
 
 
 def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor = 0) -> Coordinates:
-    """Return the positions of packed text, which start again in each sequence, for x (1, H, N, D).
+    """Return positions for packed text x (1, H, N, D), with each sequence starting at ``offset``.
 
     This does not synchronise with a GPU. Compute the positions once per batch, not once per layer.
 
@@ -271,7 +270,7 @@ def pad(
     num_tokens: int | None = None,
     device: torch.device | str | None = None,
 ) -> Coordinates:
-    """Batch the layouts of several samples for x (B, H, N, D), with unrotated padding at the end of shorter ones.
+    """Batch the layouts of several samples for x (B, H, N, D), with unrotated padding at the end of shorter samples.
 
     Args:
         samples: one layout (N, K) per sample.
@@ -299,8 +298,9 @@ def zigzag(
 
     Args:
         positions: layout of the whole sequence, including prefix and suffix tokens.
-        rank, num_ranks: number of this rank, from 0, and the number of ranks R.
-        device: device of the result. By default, it is that of the coordinates or of a grid's origin, or else the CPU.
+        rank, num_ranks: index of this rank, counted from 0, and the number of ranks R.
+        device: device of the result. The default is the device of the coordinates or of a grid's origin, or else the
+            CPU.
 
     Returns:
         the concatenated coordinates of the two chunks, for this rank's x (B, H, N / R, D). Sum the gradients of
@@ -322,7 +322,7 @@ def zigzag(
     length, rest = divmod(positions.num_tokens, 2 * num_ranks)
     if rest:
         raise ValueError(
-            f"positions: expected a number of tokens divisible into 2 · {num_ranks} equal chunks, got "
+            f"positions: expected a number of tokens that is a multiple of 2 · {num_ranks}, got "
             f"{positions.num_tokens}; pad the sequence"
         )
     if device is None:
@@ -399,7 +399,7 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
 
 
 def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
-    """Return the first and last position (for a table, min and max) per axis, or an empty list without tokens."""
+    """Return the first and last position (for a table, min and max) per axis, or an empty list for no tokens."""
     if isinstance(grid, Coordinates):
         rows = grid.coords if grid.rotated is None else grid.coords[grid.rotated]
         ends: Any = torch.stack(rows.double().aminmax(dim=0), dim=-1).tolist() if len(rows) else []
@@ -412,7 +412,7 @@ def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
 
 
 def _reach(segment: Tokens | Grid | Coordinates) -> float:
-    """Return the largest position of a segment, or 0 for a table, which would have to be read."""
+    """Return the largest position of a segment, or 0 for a table, whose values are not read."""
     if isinstance(segment, Tokens):
         return (segment.start or 0) + segment.length - 1
     return max((abs(s) for ends in _ends(segment) for s in ends), default=0) if isinstance(segment, Grid) else 0
@@ -453,7 +453,7 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
 
 def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
     if isinstance(part, Grid) and part.origin is not None:
-        raise ValueError(f"{name}: expected positions known to the host, got a Grid with an origin at index {i}")
+        raise ValueError(f"{name}: expected positions without an origin tensor, got a Grid with one at index {i}")
 
 
 def _join(parts: Sequence[Coordinates]) -> Coordinates:

@@ -18,8 +18,24 @@ CALLED = ("grid", "omega", "scaling", "series", "tokens_start")  # fields that h
 
 
 def write_scheme(scheme: Any, functions: Functions | None) -> dict[str, Any]:
-    names = {function: name for name, function in {**FUNCTIONS, **(functions or {})}.items()}
+    names = {function: name for name, function in _add_functions(functions).items()}
     return _write_fields(scheme, names)
+
+
+def _add_functions(functions: Functions | None) -> Functions:
+    """Return the library's functions and the caller's own functions by name.
+
+    Raises:
+        ValueError: if the caller's function has the name of a different function of the library, because the name would
+            be ambiguous in a file.
+    """
+    for name, function in (functions or {}).items():
+        if FUNCTIONS.get(name, function) is not function:
+            raise ValueError(
+                f"functions: expected other names than those of lrpe_md.presets.FUNCTIONS, got {name!r} for a function "
+                f"of your own; choose another name, such as 'my_{name}'"
+            )
+    return {**FUNCTIONS, **(functions or {})}
 
 
 def _write_fields(value: Any, names: Mapping[Any, str]) -> dict[str, Any]:
@@ -39,8 +55,8 @@ def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
     if isinstance(value, partial):
         if value.args:
             raise ValueError(
-                f"{name}: expected a functools.partial with keyword arguments, because others can't be saved, got "
-                f"{value!r}"
+                f"{name}: expected a functools.partial with keyword arguments, because positional ones can't be saved, "
+                f"got {value!r}"
             )
         bound = {key: _write(name, argument, names) for key, argument in value.keywords.items()}
         return {"function": _write(name, value.func, names), **bound}
@@ -60,7 +76,7 @@ def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
 
 
 def read_scheme(data: Mapping[str, Any], functions: Functions | None, classes: Mapping[str, Any]) -> Any:
-    known = {**FUNCTIONS, **(functions or {})}
+    known = _add_functions(functions)
     if not isinstance(data, Mapping):
         raise ValueError(f"data: expected a dict, as returned by to_dict, got {type(data).__name__}")
     values = dict(data)
@@ -84,9 +100,7 @@ def _read_fields(where: str, cls: Any, values: Mapping[str, Any], known: Functio
         raise ValueError(f"{where}: expected fields of {cls.__name__}, got {name!r}{advice}")
     needed = [n for n, f in taken.items() if f.default is f.default_factory is MISSING and n not in values]
     if needed:
-        raise ValueError(
-            f"{where}: expected {', '.join(needed)} of {cls.__name__}, got {', '.join(values) or 'nothing'}"
-        )
+        raise ValueError(f"{where}: {cls.__name__} needs {', '.join(needed)}, got {', '.join(values) or 'nothing'}")
     return cls(**{name: _read_value(name, value, known) for name, value in values.items()})
 
 

@@ -1,6 +1,6 @@
 """Functions that schemes refer to by name, for series, dense frequencies and grids.
 
-``FUNCTIONS`` maps their names to functions. A scheme's dict contains the names, so that you can write it as JSON.
+``FUNCTIONS`` maps names to functions. A scheme's dict contains the names, so that you can write the dict as JSON.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def divided(shape: Shape, by: Sequence[float] = (1, 1, 1)) -> Grid:
 
 
 def two_apart(shape: Shape, skip: int = 8) -> Grid:
-    """Place two frames like the first and last of ``skip`` frames, and any other number of frames one apart."""
+    """If there are two frames, place them ``skip`` - 1 apart. Otherwise, place frames one apart."""
     shape = frames(shape)
     return Grid(shape).rescale((skip - 1 if shape[0] == 2 else 1, 1, 1))
 
@@ -192,7 +192,7 @@ def flattened(shape: Shape, stride: float = 16) -> Grid:
 
 
 def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0, stride: float = 1) -> Coordinates:
-    """Place tokens on a circle across the diagonal of the axes.
+    """Place tokens on a circle perpendicular to the diagonal of the axes.
 
     A token's angle on the circle is a mixture of its angle around the middle of the image (with weight ``alpha``) and
     its index. ``mix`` is the weight of the plain grid position, relative to the circle. ``stride`` is the offset along
@@ -234,23 +234,23 @@ def causal_video(
     steps: Sequence[float] = (8, 32, 32),
     trained: Sequence[float] = (20, 2048, 2048),
 ) -> Coordinates:
-    """Return the middle of each latent instead of its start. The first latent is a single frame."""
+    """Like :func:`of_trained_video`, but return the middle of each latent. The first latent is a single frame."""
     middle = video(shape).offset((0, 0.5, 0.5)).rescale(steps).offset((1 - steps[0] / 2, 0, 0))
     return _of_trained(middle.clamp((0.5, None, None)).rescale((1 / fps, 1, 1)), trained)
 
 
 def causal_audio(shape: Shape, step: float = 4, rate: float = 100, trained: float = 20) -> Coordinates:
-    """Return the time at the middle of each audio latent, which spans ``step`` of ``rate`` frames per second."""
+    """Return the time at the middle of each audio latent. A latent spans ``step`` frames of 1 / ``rate`` seconds."""
     middle = sequence(shape).rescale(step).offset(1 - step / 2)
     return _of_trained(middle.clamp(0.5).rescale(1 / rate), (trained,))
 
 
 def causal_time(shape: Shape, fps: float = 24) -> Coordinates:
-    """Return only the times of a video's latents, or of audio latents if the shape has one axis."""
+    """Return only the times: those of audio latents if the shape has one axis, otherwise those of video latents."""
     return causal_audio(shape) if len(shape) == 1 else causal_video(shape, fps).select((0,))
 
 
-# --- start of tokens outside the grids: shapes of the grids → position -----------------------------------
+# --- start positions of tokens outside the grids: shapes of the grids → position -----------------------------------
 
 
 def behind_centred(shapes: list[Shape]) -> float:

@@ -97,7 +97,7 @@ SCHEMES: dict[str, Scheme] = {
         One series is split into sections: t gets the first quarter, h and w get three eighths each. Text has the same
         position on all axes. An image or video starts after the tokens before it, and the next segment starts after its
         largest position. This rule follows the paper. transformers 5 advances by the height or width instead, so long
-        videos differ. Shapes (T, H, W) are in merged tokens. The base is 1e6. With head_dim 128, the axes have 16, 24
+        videos differ. Shapes (T, H, W) count merged tokens. The base is 1e6. With head_dim 128, the axes have 16, 24
         and 24 pairs.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
@@ -105,8 +105,9 @@ SCHEMES: dict[str, Scheme] = {
     "qwen3_vl": Scheme(
         """Interleaved M-RoPE of Qwen3-VL (arXiv 2511.21631; transformers ``Qwen3VLTextRotaryEmbedding``).
 
-        The pairs of one series are assigned in turn, t h w t h w .., and the remaining pairs go to t: 24, 20 and 20 of
-        64. The rest is like ``qwen2_vl``, except that each frame is a separate grid, preceded by its timestamp as text.
+        The pairs of one series are assigned in turn, t h w t h w .., and the remaining pairs go to t. Of 64 pairs, t, h
+        and w get 24, 20 and 20. The rest is like ``qwen2_vl``, except that each frame is a separate grid, preceded by
+        its timestamp as text.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
     ),
@@ -155,7 +156,7 @@ SCHEMES: dict[str, Scheme] = {
     "hunyuan_video": Scheme(
         """HunyuanVideo (arXiv 2412.03603; diffusers ``HunyuanVideoRotaryPosEmbed``).
 
-        Base 256. Text comes after the video and is not rotated.
+        The base is 256. Text comes after the video and is not rotated.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
     ),
@@ -196,10 +197,10 @@ SCHEMES: dict[str, Scheme] = {
         act="silu", tokens=Tokens(0, "axis"), after=(0,), learned=True,
     ),
     "cosformer": Scheme(
-        """cosFormer (arXiv 2202.08791): one frequency, π/2 over the whole length, counted from 1.
+        """cosFormer (arXiv 2202.08791): one frequency, π/2 over the whole length.
 
-        Θ = π (i + 1) / (2 M), where M is the longer of the query and key lengths. To set M, use the option ``longest``;
-        the default is the current length. The two halves of the output are [sin, cos]. relu is applied to q and k.
+        Θ = π (i + 1) / (2 M) for token i. M is the longer of the query and key lengths, unless you set the option
+        ``longest``. The two halves of the output are [sin, cos]. relu is applied to q and k.
         """,
         64, Axial((1,), None, series=f.quarter_turn),
         map="cosine", act="relu", order="sin_cos", grid=f.portion,
@@ -247,8 +248,8 @@ SCHEMES: dict[str, Scheme] = {
     "qwen3_5": Scheme(
         """Interleaved M-RoPE of Qwen3.5 (transformers ``Qwen3_5TextRotaryEmbedding``).
 
-        Only the first quarter of a head is rotated. Its 32 pairs are assigned to t, h and w in turn, which makes 11,
-        11 and 10. The base is 1e7. After an image, positions continue from the larger of the image's height and width.
+        Only the first quarter of a head is rotated. Its 32 pairs are assigned in turn to t, h and w, which get 11, 11
+        and 10 pairs. The base is 1e7. After an image, positions continue from the larger of its height and width.
         """,
         256, Axial((11, 11, 10), 1e7, axis_map="stride"), pairs="half", rotary=(0, 0.25), grid=f.video,
         tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
@@ -267,7 +268,7 @@ SCHEMES: dict[str, Scheme] = {
 
         It is like ``qwen2_vl``, but with interleaved pairs. By default, this preset rotates the whole head, like the
         model's default configuration. Published checkpoints rotate only the first half of a head. For them, pass
-        ``rotary_dim=64`` with head_dim 128, which makes 8, 12 and 12 pairs.
+        ``rotary_dim=64`` with head_dim 128, which gives the axes 8, 12 and 12 pairs.
         """,
         128, Axial((2, 3, 3), axis_map="chunk"), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
     ),
@@ -353,8 +354,8 @@ SCHEMES: dict[str, Scheme] = {
         """LTX-Video (arXiv 2501.00103; diffusers ``LTXVideoRotaryPosEmbed``).
 
         The channels of all heads are treated as one vector. t, h and w alternate, each with frequencies from π/2 up to
-        10000 π/2. The remaining pairs, at the front, are not rotated. t, h and w are in [-1, 1] over 20 seconds and
-        2048×2048 pixels (options ``fps``, ``steps``, ``trained``). Text enters through cross-attention.
+        10000 π/2. The remaining pairs, at the front, are not rotated. 20 seconds and 2048×2048 pixels are
+        mapped to [-1, 1] (options ``fps``, ``steps``, ``trained``). Text enters through cross-attention.
         """,
         64, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
         num_heads=32, grid=f.of_trained_video,
@@ -372,8 +373,8 @@ SCHEMES: dict[str, Scheme] = {
     "ltx2_audio": Scheme(
         """LTX-2's audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
 
-        The only axis is time, in [-1, 1] over 20 seconds. Each position is the centre of the interval that a latent
-        covers: 4 frames of a spectrogram with 100 frames per second.
+        The only axis is time. 20 seconds are mapped to [-1, 1]. Each position is the centre of the interval that a
+        latent covers: 4 frames of a spectrogram with 100 frames per second.
         """,
         64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
         grid=f.causal_audio,
@@ -403,7 +404,7 @@ SCHEMES: dict[str, Scheme] = {
         128, Axial((1,)), pairs="half", grid=f.sequence, tokens=LINE, after=(0,),
     ),
     "v2pe": Scheme(
-        """V2PE (arXiv 2412.09616): one axis, on which an image takes up at most ``stride`` text tokens.
+        """V2PE (arXiv 2412.09616): one axis, on which an image is at most as long as ``stride`` text tokens.
 
         The tokens of an image are stride / n apart, and the next segment starts at the next whole number.
         """,
@@ -419,9 +420,9 @@ SCHEMES: dict[str, Scheme] = {
         advance=(0, 1, 2),
     ),
     "mhrope": Scheme(
-        """MHRoPE (arXiv 2510.23095): each key head has one axis and all frequencies: 2, 3 and 3 of 8.
+        """MHRoPE (arXiv 2510.23095): each key head encodes one axis with all frequencies.
 
-        Positions are the same as in ``mrope_interleave``.
+        Of 8 heads, 2, 3 and 3 encode t, h and w. Positions are the same as in ``mrope_interleave``.
         """,
         128, Axial((2, 3, 3), 5e6, axis_map="head"), pairs="half", num_heads=8, grid=f.strided, tokens=DIAGONAL,
         after=(0,), advance=(0, 1, 2),
@@ -470,7 +471,7 @@ SCHEMES: dict[str, Scheme] = {
         advance=(0, 1, 2),
     ),
     "mm_rope": Scheme(
-        """MM-RoPE of Lumos-1 (arXiv 2507.08801): the pairs of one series are assigned t t h w h w h w, repeatedly.
+        """MM-RoPE of Lumos-1 (arXiv 2507.08801): pairs of one series encode t t h w h w h w, repeatedly.
 
         The rest is like ``qwen2_vl``. Set ``scale=(4, 8, 8)`` if positions are counted in pixels.
         """,
@@ -504,7 +505,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
         ValueError: for a name in use, or an invalid scheme. The scheme is then not registered.
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name: expected a name, got {name!r}")
+        raise TypeError(f"name: expected a non-empty string, got {name!r}")
     if not isinstance(scheme, Scheme):
         raise TypeError(f"scheme: expected a lrpe_md.Scheme, got {type(scheme).__name__}")
     if name in SCHEMES or name in RESERVED:
@@ -548,9 +549,9 @@ def preset(
         num_heads: number of key heads. By default, it is the original model's, or 1 if heads share ω. It is required
             for rope_vit_mixed, mochi, transnormer and pope, whose frequencies or phases differ by head.
         base, split, scaling: base of the series, each axis's share of the channels, and scaling to longer sequences or
-            larger grids, instead of the scheme's. A scaling such as ``partial(yarn_scaling, factor=4,
+            larger grids. The defaults are the scheme's. A scaling such as ``partial(yarn_scaling, factor=4,
             original_length=32768)`` applies to all axes. You can also pass one per axis.
-        rotary_dim: rotated channels of a head, instead of the scheme's: the first R channels (an int) or a slice.
+        rotary_dim: channels of a head to rotate, the first R (an int) or a slice. The default is the scheme's.
         seed: seed of random frequencies. The default is 0.
 
     Raises:
@@ -578,6 +579,6 @@ def preset(
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(
             f"num_heads: expected the number of key heads, because each head of {name} has its own "
-            f"{'phase' if made.phase else 'frequencies'}, got None; pass num_heads=, or 1 to share one"
+            f"{'phase' if made.phase else 'frequencies'}, got None; pass num_heads=, which can be 1"
         )
     return made

@@ -49,7 +49,7 @@ class Axial:
             of the channels.
         gaps: shares of the unrotated channels before, between and after the blocks, so one share more than there are
             blocks. None means no gaps.
-        remainder: where the leftover channels go. An axis number adds them to that axis. "front" and "behind" leave
+        remainder: where the leftover channels go. With an axis number, that axis gets them. "front" and "behind" leave
             them unrotated at the start or the end. "cut" excludes the last channels before pairs are formed. None
             requires an exact split.
         across_heads: whether to split the channels of all heads together among the axes, and then into heads.
@@ -70,13 +70,13 @@ class Axial:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.split or min(self.split) < 0 or not any(self.split):
-            raise ValueError(f"split: expected shares of at least 0, not all 0, got {self.split}")
+            raise ValueError(f"split: expected non-negative shares, not all 0, got {self.split}")
         check_map(self.axis_map, self.num_axes)
         if self.base is not None and self.base <= 0:
             raise ValueError(f"base: expected a positive number or None, got {self.base}")
         number = num_blocks(self.axis_map, self.num_axes) + 1
         if self.gaps is not None and (len(self.gaps) != number or min(self.gaps) < 0):
-            raise ValueError(f"gaps: expected {number} shares of at least 0, one more than blocks, got {self.gaps}")
+            raise ValueError(f"gaps: expected {number} non-negative shares, one more than blocks, got {self.gaps}")
         if isinstance(self.remainder, int) and not 0 <= self.remainder < self.num_axes:
             raise ValueError(f"remainder: expected an axis from 0 to {self.num_axes - 1}, got {self.remainder}")
         if isinstance(self.scaling, Sequence) and len(self.scaling) != self.num_axes:
@@ -99,11 +99,11 @@ class Axial:
     def takes(self) -> set[str]:
         """Names of the :func:`preset` arguments that this scheme supports."""
         base = {"base"} if self.base is not None else set()
-        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # it always splits evenly
+        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # "even_odd" always splits evenly
         return {"scaling"} | base | ({"split"} if shared else set())
 
     def usable(self, num_channels: int) -> int:
-        """Return how many of the channels are used."""
+        """Return the number of channels that are used."""
         return num_channels - num_channels % self.least if self.remainder == "cut" else num_channels
 
     @property
@@ -112,7 +112,7 @@ class Axial:
         return sum(self.split) + sum(self.gaps or ())
 
     def sections(self, num_channels: int) -> tuple[int, ...]:
-        """Return the number of channels, or of heads, of each axis."""
+        """Return the number of channels (or heads) for each axis."""
         return self._shared_out(num_channels)[0]
 
     def blocks(self, num_channels: int) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class Axial:
         return tuple(n for n in (sections if self.axis_order == "major_first" else sections[::-1]) if n)
 
     def _shared_out(self, number: int) -> tuple[tuple[int, ...], list[int]]:
-        """Return the number of channels of each axis and of each gap."""
+        """Return the number of channels for each axis and for each gap."""
         shares = (*self.split, *(self.gaps or ()))
         rest = number % self.least if self.remainder in ("front", "behind", "cut") else 0
         remainder = self.remainder if isinstance(self.remainder, int) else None
@@ -160,7 +160,9 @@ class Axial:
             return omega, amplitudes[0]
         gain = lay([torch.full_like(t, a) for t, a in zip(thetas, amplitudes, strict=True)]).sum(-1)
         if len(gain) > 1 or self.across_heads:
-            raise ValueError("scaling: expected one amplitude for all axes if heads differ, got one per axis")
+            raise ValueError(
+                "scaling: expected one amplitude for all axes if frequencies differ between heads, got several"
+            )
         return omega, torch.where(gain[0] == 0, 1.0, gain[0])
 
     def _in_heads(self, omega: Tensor, num_heads: int) -> Tensor:
@@ -202,7 +204,7 @@ class Dense:
 
 
 def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a scheme's function, with a clear error if a dict assigned it to the wrong field."""
+    """Call a scheme's function. Raise a clear error if a dict assigned the function to the wrong field."""
     try:
         found = function(*args)
     except TypeError as error:
@@ -221,8 +223,8 @@ def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
 class Scheme:
     """A published scheme or your own, independent of sizes. :func:`preset` builds it for a head_dim.
 
-    A scheme is plain data, which :meth:`to_dict` writes and :meth:`from_dict` reads. Its functions are your own, or
-    come from ``lrpe_md.presets.FUNCTIONS``, which lists them by name.
+    A scheme is plain data, which :meth:`to_dict` writes and :meth:`from_dict` reads. The functions in a scheme are your
+    own, or come from the dict ``lrpe_md.presets.FUNCTIONS``.
 
     Args:
         doc: source of the scheme and its peculiarities.
@@ -233,13 +235,13 @@ class Scheme:
         rotary: rotated part of a head as a range of fractions. (0, 0.25) is the first quarter of its channels. None
             means all.
         order: order of the two halves that the cosine map returns.
-        num_heads: number of heads in the original model, if heads differ. If it is 1, :func:`preset` then requires
-            ``num_heads``.
+        num_heads: number of heads in the original model, if heads differ. If heads differ and this is 1, :func:`preset`
+            requires ``num_heads``.
         grid: function (shape, **options) → positions of an image or a video. Its parameters define the options.
         row_major: whether tokens are in row-major order. If False, the grid function returns a table in another order.
         reference: default value of ``positions(.., reference=..)``.
-        tokens: placement of tokens outside of the grids. Its length is ignored, because you pass the number of tokens
-            to ``positions``. None means that such tokens are not supported.
+        tokens: placement of tokens outside of the grids. The length in ``tokens`` is ignored, because you pass the
+            number of tokens to ``positions``. None means that such tokens are not supported.
         tokens_start: function from the shapes of the grids to the position of the first token. None means the running
             position.
         tokens_first: whether tokens get their running positions before the grids, regardless of their place in the
@@ -252,7 +254,7 @@ class Scheme:
         shared: whether all layers share the learned parameters.
         phase: "k" if the original model learns a phase on the keys. None means no phase.
         phase_range: lower and upper bound of the phase.
-        augment: arguments of :class:`AugmentPositions` with which the original model is trained.
+        augment: arguments of :class:`AugmentPositions` that the original model was trained with.
 
     Raises:
         ValueError: for an invalid argument.
@@ -308,7 +310,7 @@ class Scheme:
         if self.apart is not None and len(self.apart) != num_axes:
             raise ValueError(f"apart: expected a number for each of {num_axes} axes, got {self.apart}")
         if self.reference is not None and (len(self.reference) != num_axes or min(self.reference) < 1):
-            raise ValueError(f"reference: expected {num_axes} sizes of at least 1, got {self.reference}")
+            raise ValueError(f"reference: expected {num_axes} positive sizes, got {self.reference}")
         if self.tokens is not None and self.tokens.rule == "axis":
             check_axis_numbers(num_axes, **{"tokens.axis": (self.tokens.axis,)})
         if self.tokens is None and (self.tokens_start is not None or self.tokens_first):
@@ -326,20 +328,20 @@ class Scheme:
     def to_dict(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> dict[str, Any]:
         """Return the fields that differ from their defaults as plain lists, numbers and strings, for JSON or YAML.
 
-        functions: your own functions by name. You don't need to pass the library's.
+        functions: your own functions by name. You don't need to pass the library's own functions.
 
         Raises:
-            ValueError: if a function has no name.
+            ValueError: if a function has no name, or has the name of one of the library's functions.
         """
         return write_scheme(self, functions)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Scheme:
-        """Read the output of :meth:`to_dict`, which may only use the library's functions and those in ``functions``.
+        """Build a scheme from the output of :meth:`to_dict`, with the library's functions and those in ``functions``.
 
         Raises:
-            ValueError, TypeError: if a field or function is unknown or missing, a value is invalid, or the frequencies
-                are invalid for the scheme's own head_dim.
+            ValueError, TypeError: if a field or function is unknown or missing, one of your functions has the name of a
+                library function, a value is invalid, or the frequencies are invalid for the scheme's own head_dim.
         """
         scheme = read_scheme(data, functions, {"scheme": cls, "axial": Axial, "dense": Dense, "tokens": Tokens})
         make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
@@ -355,7 +357,8 @@ class Preset:
         head_dim, num_heads: D and the number of heads of ω or the phase.
         omega: frequencies (H or 1, C, K) in float64 on the CPU, where C is D for cosine and D/2 for rotate. If
             ``scheme.learned``, these are initial values.
-        amplitude: factor on q and k of rotated tokens, a number or a tensor (C,) with one factor per pair.
+        amplitude: factor by which to multiply q and k of rotated tokens, a number or a tensor (C,) with one factor per
+            pair.
         phase: shape (num_heads, C) of the learned phase, or None if there is none; see ``scheme.phase``.
         rotary_dim: slice of the rotated channels of a head, or None for all.
         blocks: number of pairs in each block, if ``scheme.pairs`` is "blocks".
@@ -413,7 +416,7 @@ class Preset:
                 tokens, registers). A shape (H, W) or (T, H, W), in tokens, stands for an image or a video. Segments of
                 :func:`lrpe_md.compose` are also accepted.
             reference: size to which grids are interpolated if their resolution differs from training. Pass one number,
-                or one per axis, where None keeps an axis.
+                or one per axis, where None skips an axis.
             start, length: first token and number of tokens of a shard of the sequence.
             device: device of the result if it is a table.
             options: options of the scheme's grids, such as ``fps`` or ``by``; see ``scheme.doc``.
@@ -447,16 +450,7 @@ class Preset:
                 first = scheme.tokens.start if scheme.tokens_start is None else scheme.tokens_start(shapes)
                 parts.append(replace(scheme.tokens, length=segment, start=first))
             elif isinstance(segment, (tuple, list)):
-                grid = scheme.grid(tuple(segment), **options)
-                if not isinstance(grid, (Grid, Coordinates)):
-                    raise TypeError(
-                        f"grid: expected a function that returns a Grid or Coordinates, got {type(grid).__name__} from "
-                        f"{self.name}'s {scheme.grid}"
-                    )
-                if grid.num_axes != self.num_axes:
-                    raise ValueError(
-                        f"shape: {self.name} expects a shape with {count_axes(self.num_axes)}, got {segment}"
-                    )
+                grid = self._place(tuple(segment), options)
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(
@@ -479,6 +473,27 @@ class Preset:
         if whole is not None and (start, length) == (0, None):
             return whole.to(device)
         return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
+
+    def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
+        """Call the scheme's grid function, and check the result."""
+        try:
+            grid = self.scheme.grid(shape, **options)
+        except IndexError as error:
+            raise ValueError(f"shape: {self.name}'s grid function doesn't support {shape}: {error}") from error
+        if not isinstance(grid, (Grid, Coordinates)):
+            raise TypeError(
+                f"grid: expected a function that returns a Grid or Coordinates, got {type(grid).__name__} from "
+                f"{self.name}'s {self.scheme.grid}"
+            )
+        if grid.num_axes == self.num_axes:
+            return grid
+        axes = count_axes(self.num_axes)
+        if len(shape) == self.num_axes:
+            raise ValueError(
+                f"grid: expected positions with {axes}, as many as {self.name}'s frequencies have, got "
+                f"{grid.num_axes} from its grid function for shape {shape}; change the grid function or the frequencies"
+            )
+        raise ValueError(f"shape: {self.name} expects a shape with {axes}, got {shape}")
 
 
 def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) -> slice | None:
@@ -514,7 +529,7 @@ def make_preset(
     rotary_dim: int | slice | None = None,
     seed: int = 0,
 ) -> Preset:
-    """Build a scheme for a head_dim. ``changes`` override fields of its frequencies.
+    """Build a scheme for a head_dim. ``changes`` override fields of the scheme's frequencies.
 
     Raises:
         ValueError: if channels or heads cannot be split among the axes, or frequencies are invalid.
@@ -546,7 +561,7 @@ def _heads_matter(frequencies: Axial | Dense) -> bool:
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
-    """Call ``make``, and blame head_dim for its errors, because it is the only possible cause."""
+    """Call ``make``, and report its errors as errors about head_dim, the only possible cause."""
     try:
         return make()
     except ValueError as error:
@@ -554,9 +569,10 @@ def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
 
 
 def _one_grid(parts: list[Segment], scaled: bool) -> Grid | Coordinates | None:
-    """Return the sequence as a single grid or table with prefix and suffix, or None if that is not possible."""
+    """Return the sequence as a single grid or table with prefix and suffix, or None if this is impossible."""
     grids = [i for i, part in enumerate(parts) if not isinstance(part, Tokens)]
-    # Position zero applies no rotation but still the amplitude. Schemes with a phase have no tokens at zero.
+    # A token at position zero is not rotated, but it is multiplied by the amplitude. Schemes with a phase have no
+    # tokens at zero.
     rules = ("skip",) if scaled else ("skip", "zero")
     still = all(part.rule in rules for part in parts if isinstance(part, Tokens))
     if len(grids) != 1 or not still:

@@ -1,9 +1,9 @@
-"""Compare position encodings by training the same model with each, and testing it at unseen sizes or lengths.
+"""Compare position encodings: train the same model with each encoding, and test it at unseen sizes or lengths.
 
     make ablate                                                  digits, from a fresh checkout
     lrpe-md ablate run digits                                    8 encodings × softmax and linear attention ×
                                                                  3 seeds, 5 minutes on two CPU cores
-    lrpe-md ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, options of encodings
+    lrpe-md ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, and options of encodings
     lrpe-md ablate run digits --full                             15 encodings, 5 seeds, 100 epochs: an hour
     lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image                encodings × 3 seeds, one GPU
     CUDA_VISIBLE_DEVICES=1 lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image --shard 1/4
@@ -14,10 +14,10 @@
     lrpe-md ablate run recall                                    memories × positions × 3 seeds, without data
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
-Pass data as you would to the training commands. Use --set to change any of their options. Each result is saved as soon
-as its training run ends. After an interruption, run the same command again to resume from the last checkpoint. The
-report consists of results.csv, table.md and plots. It shows mean and standard deviation over the seeds, paired
-differences from a baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
+Pass data as you would to the training commands. Use --set to change any option of these commands. Each result is saved
+as soon as its training run ends. After an interruption, run the same command again to resume from the last checkpoint.
+The report consists of results.csv, table.md and plots. The report shows the mean and standard deviation over the seeds,
+paired differences from a baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from lrpe_md.presets.registry import REGISTERED
 from ..common.devices import choose_device, turn_of
 from ..common.folder import missing, open_folder, parse_shard, require_checkout, shown
 from ..common.markdown import PAGES
-from ..common.options import choose, group_options, warn_of_smoke
+from ..common.options import Command, choose, group_options, warn_of_smoke
 from ..common.provenance import environment
 from .report import check_task, choose_baseline, folders, task_of, write_pages, write_report
-from .tasks import TASKS, Comparison, Task, options_as_set, overrides, train
+from .tasks import TASKS, Comparison, Task, options_as_set, overrides, record_warnings, train
 
 
 class Commands(TyperGroup):
@@ -63,7 +63,7 @@ PANELS = {
 }  # fmt: skip
 
 
-@app.command(epilog="Example: lrpe-md ablate run image FASHION_MNIST -e rotate -e dinov3 --out runs/image")
+@app.command(cls=Command, epilog="Example: lrpe-md ablate run image FASHION_MNIST -e rotate -e dinov3 --out runs/image")
 @group_options(PANELS)
 def run(
     context: typer.Context,
@@ -75,27 +75,29 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. (default: by task)",
+            help="Encoding: NAME or NAME:KEY=VALUE, as in `train`, or ATTENTION/NAME; repeatable. "
+            "(default: depends on the task)",
         ),
     ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax; for recall "
-            "softmax, add, decay or delta; repeatable. (default: depends on the task)"
+            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax. For recall: "
+            "softmax, add, decay or delta. Repeatable. (default: depends on the task)"
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
+        int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3, or 5 with --full)")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and train longer.")
+        bool, typer.Option("--full", help="For digits and recall: use more encodings and seeds, and train longer.")
     ] = False,
     baseline: Annotated[
-        str | None, typer.Option(help="Encoding that the report compares the others with. (default: rotate)")
+        str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")
     ] = None,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Training option, as NAME=VALUE; repeatable.")
+        list[str] | None,
+        typer.Option("--set", help="Option of `lrpe-md train TASK`, as NAME=VALUE, such as lr=1e-3; repeatable."),
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
@@ -103,12 +105,12 @@ def run(
         Path | None,
         typer.Option(help="Output folder; interrupted runs in it are resumed. (default: runs/ablate-TASK[-smoke])"),
     ] = None,
-    shard: Annotated[str, typer.Option(help="As i/n: train every n-th run, starting with run i.")] = "0/1",
+    shard: Annotated[str, typer.Option(help="Share of the runs, as i/n: every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of runs to train in parallel. (default: 1; CPU: one per core)")
+        int | None, typer.Option(min=1, help="Number of parallel trainings. (default: 1, or one per core on a CPU)")
     ] = None,
 ) -> None:  # fmt: skip
-    """Train every encoding and seed that has no result yet. The last process to finish writes the report."""
+    """Train with every encoding and seed that has no result yet. The last process to finish writes the report."""
     chosen, share = TASKS[choose("TASK", [task], TASKS)[0]], parse_shard(shard)
     if full and chosen.full is None:
         raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")
@@ -121,8 +123,8 @@ def run(
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}{'-smoke' if smoke else ''}"
     todo = comparison.jobs(out)
-    with options_as_set(chosen):
-        for job in todo.values():  # check all encodings with the model before training the first
+    with options_as_set(chosen), record_warnings() as warned:
+        for job in todo.values():  # check that the model supports all encodings before training with the first
             comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
@@ -133,23 +135,28 @@ def run(
     console.print(f"{out}: {where}, {len(mine)} of {len(todo)} remaining runs in this process, {workers} in parallel")
     try:
         with options_as_set(chosen):
-            show_results(console, train_all(comparison, mine, workers, turn), len(mine), chosen.measure)
+            show_results(console, train_all(comparison, mine, workers, turn, warned), len(mine), chosen.measure)
     except KeyboardInterrupt:
         console.print(
             "Interrupted. Finished runs are saved; to resume from the last checkpoint, run the same command with "
             f"--out {out}"
         )
         raise typer.Exit(130) from None
-    if all(file.exists() for file in todo):
-        write_report(out, baseline)
-    else:
-        console.print("Other runs are not finished yet; `report` shows the results so far.")
+    report_finished(console, out, baseline, todo)
     if smoke:
         warn_of_smoke(context, "tiny models train for a few steps")
 
 
+def report_finished(console: Console, out: Path, baseline: str | None, files: Iterable[Path]) -> None:
+    """Write the report if all runs have finished, that is, if their result files exist."""
+    if all(file.exists() for file in files):
+        write_report(out, baseline)
+    else:
+        console.print("Other runs are not finished yet; `report` shows the results so far.")
+
+
 def show_results(console: Console, results: Iterable[dict[str, Any]], total: int, measure: str) -> None:
-    """Print a line for each training run as it ends."""
+    """Print a line for each training run when the run ends."""
     for i, result in enumerate(results, 1):
         value = next(iter(next(iter(result["values"].values())).values()))
         console.print(
@@ -159,7 +166,7 @@ def show_results(console: Console, results: Iterable[dict[str, Any]], total: int
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
-    """Check the baseline and write config.json. If the folder has a comparison with the same options, add to it."""
+    """Check the baseline, and write config.json. If the folder has a comparison with the same options, extend it."""
     here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
     choose_baseline(baseline, [name for _, name in whole.pairs])
     open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
@@ -168,7 +175,7 @@ def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> 
 def select_encodings(
     task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool
 ) -> dict[str, list[str]]:
-    """Return the encodings to compare, by attention."""
+    """Return the encodings to compare, for each kind of attention."""
     backbone = task.config.backbone
     pairs = [each.rpartition("/") for each in encoding or []]
     for kind, slash, name in pairs:
@@ -193,7 +200,8 @@ def training_fields(
 ) -> dict[str, Any]:
     """Return the fields of the training configuration.
 
-    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models only have the layers that these need.
+    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models only have as many layers as these
+    need.
     """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}
@@ -214,17 +222,17 @@ def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
 
 
 def train_all(
-    comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None
+    comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None, warned: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Run all jobs, and yield each result as soon as it is saved."""
+    """Run all jobs, and yield each result as soon as it is saved. Warnings in ``warned`` are not shown again."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
     schemes = {} if workers == 1 else dict(REGISTERED)
     yield from pool(
-        joblib.delayed(train)(comparison, file, job, workers == 1, turn, schemes) for file, job in jobs.items()
+        joblib.delayed(train)(comparison, file, job, workers == 1, turn, schemes, warned) for file, job in jobs.items()
     )
 
 
-@app.command(epilog="Example: lrpe-md ablate report image --folder runs/image")
+@app.command(cls=Command, epilog="Example: lrpe-md ablate report image --folder runs/image")
 def report(
     task: Annotated[
         list[str] | None, typer.Argument(help=f"Tasks to report: {', '.join(TASKS)}. (default: all)")
@@ -232,7 +240,7 @@ def report(
     folder: Annotated[
         Path | None, typer.Option(help="Output folder of `run`. (default: all of scripts/results)")
     ] = None,
-    baseline: Annotated[str | None, typer.Option(help="Encoding to compare the others with. (default: rotate)")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")] = None,
     pages: Annotated[
         Path | None, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
     ] = None,

@@ -1,4 +1,4 @@
-"""Write the report of a comparison, which consists of results.csv, table.md, plots and a page of docs/results."""
+"""Write the report of a comparison: results.csv, table.md, plots and a page in docs/results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BASELINE = "rotate"
 
 
 def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
-    """Return the encoding to compare the others with. None means :data:`BASELINE`, which does not have to be trained.
+    """Return the encoding to use as the baseline. None means :data:`BASELINE`, even if it was not trained.
 
     Raises:
         typer.BadParameter: if the baseline is not one of the trained encodings.
@@ -48,7 +48,7 @@ def check_task(folder: Path, task: str) -> None:
     """Check that the runs in a folder belong to a task.
 
     Raises:
-        typer.BadParameter: if they belong to another task.
+        typer.BadParameter: if the runs belong to another task.
     """
     if (folder / "config.json").is_file() and (found := task_of(folder)) in TASKS and found != task:
         raise typer.BadParameter(
@@ -60,7 +60,7 @@ def check_task(folder: Path, task: str) -> None:
 def write_report(folder: Path, baseline: str | None) -> None:
     """Write results.csv, table.md and plots for the runs in a folder.
 
-    ``baseline`` is stored for later reports. None means the last one that was passed; see :func:`choose_baseline`.
+    ``baseline`` is stored for later reports. None means the baseline that was passed last; see :func:`choose_baseline`.
 
     If runs with the first seed saved samples, also write samples.png. A folder without runs must contain results.csv.
     """
@@ -97,7 +97,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
         text += (
             f"\nNo differences are listed, because {chosen} was not trained; choose another encoding with --baseline."
         )
-    print(f"\n{text}", *(folder / name for name in ("results.csv", *task.plots)), sep="\n")
+    print(f"\n{text}", *(folder / name for name in ("table.md", "results.csv", *task.plots)), sep="\n")
 
 
 def committed(task: str) -> Path:
@@ -105,7 +105,7 @@ def committed(task: str) -> Path:
 
 
 def folders() -> list[Path]:
-    """List the folders of scripts/results that contain a comparison."""
+    """List the folders in scripts/results that contain a comparison."""
     return sorted(path.parent for path in (ROOT / "scripts" / "results").glob("ablate-*/table.md"))
 
 
@@ -127,8 +127,8 @@ def render(folder: Path) -> str:
     pictures += [(by[task.layout], plot) for plot in task.plots]
     shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)
     text = (folder / "table.md").read_text(encoding="utf-8")
-    note = read_json(folder / "config.json").get("note", "")  # for results of an earlier version
-    return page(f"Comparison: {name}", COMMAND, shown, f"{text.rstrip()}\n\n{note}\n" if note else text)
+    note = read_json(folder / "config.json").get("note", "")  # results of an earlier version have a note
+    return page(f"Comparison: {name}", COMMAND, note, shown, text)
 
 
 def write_pages(to: Path) -> None:

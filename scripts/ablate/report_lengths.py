@@ -1,4 +1,4 @@
-"""Table and plot of the bits per byte of text, by length and by position."""
+"""Table and plot of the bits per byte, by text length and by position."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pandas as pd
 from ..common.markdown import table
 from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
-from .report_sizes import count_seeds
+from .report_sizes import count_seeds, describe_training
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
-    """Split a column such as "8192:512-1024" into length, first and last position. "512" means all positions."""
+    """Split a column name such as "8192:512-1024" into length, first and last position. "512" means all positions."""
     parts = results["size"].astype(str).str.extract(r"^(?P<length>\d+)(?::(?P<first>\d+)-(?P<last>\d+))?$")
     parts["first"], parts["last"] = parts["first"].fillna("0"), parts["last"].fillna(parts["length"])
     return results.assign(**{key: parts[key].astype(int).to_numpy() for key in parts}, name=names(results))
@@ -32,13 +32,13 @@ def mean_and_std(results: Any, key: str) -> Any:
 
 
 def ranking(results: Any) -> list[str]:
-    """Sort the names by the result at the longest length, best first."""
+    """Return the names in the order of their results at the longest length, best first."""
     longest = results[(results["first"] == 0) & (results["last"] == results.length.max())]
     return list(longest.groupby("name")["value"].mean().sort_values(kind="stable").index)
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the table, sorted by the result at the longest length and including the baseline."""
+    """Render the table, including the baseline. Rows are sorted by the result at the longest length."""
     settings = config["settings"]
     training = settings["training"]
     trained = training["length"]
@@ -47,15 +47,14 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
     stats, fixed = mean_and_std(whole, "length"), whole.drop_duplicates("name").set_index("name")
     lengths = sorted(whole.length.unique())
-    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
+    scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
-        f"The table lists bits per byte of held-out text: {scheme}. Each column is a length in bytes, and rows are "
-        f"sorted by the longest. Models were trained at length {trained} for {training['steps']:,} steps, with "
-        f"{training['batch']} windows per step. Each length is evaluated on the same {training['test_bytes']:,} bytes. "
-        f"For + linear, + ntk and + yarn, frequencies are scaled for a context that is length / {trained} times as "
-        "long, without further training.",
+        f"The table lists bits per byte of held-out text, {scheme}. Columns are lengths in bytes, and rows are "
+        f"sorted by the longest length. {describe_training(settings)} Training windows have {trained} bytes. Each "
+        f"length is evaluated on the same {training['test_bytes']:,} bytes. In rows with + linear, + ntk or + yarn, "
+        f"frequencies are scaled without further training, by a factor of length / {trained}.",
         "",
     ]
     rows = [
@@ -64,8 +63,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += [
-        f"Measured on {describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s "
-        "per run."
+        f"Measured on {describe_environments(config['environments'])};"
+        f" each run took {seconds.min():.0f} to {seconds.max():.0f} s."
     ]
     return "\n".join(lines) + "\n"
 
@@ -102,13 +101,14 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
             if len(groups) > 1:
                 for axis in row:
                     set_title(axis, "", names, True)
-            row[0].set_yscale("log")  # keeps close curves apart even if one encoding fails badly
+            row[0].set_yscale("log")  # separates close curves even if one encoding fails badly
             row[0].set_ylabel("bits per byte")
         low, high = axes[0, 0].get_ylim()
         shown = [n for n in (1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16) if low <= n <= high]
         for axis in axes[:, 0]:
             axis.set_yticks(shown, [f"{n:g}" for n in shown])
             axis.minorticks_off()
-        figure.suptitle(f"dotted: length in training, {trained:,} bytes", fontsize=10)
+        spread = "; mean ± standard deviation" if results.seed.nunique() > 1 else ""
+        figure.suptitle(f"dotted: length in training, {trained:,} bytes{spread}", fontsize=10)
         add_legend(figure)
         save(figure, path)

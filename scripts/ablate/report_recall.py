@@ -14,12 +14,12 @@ from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, plt, save
 from ..common.provenance import describe_environments
 from ..train.data.recall import KINDS, OFFSETS
-from .report_sizes import KEYS, count_seeds, difference, how_long, how_run, sizes, summarize_trainings
+from .report_sizes import KEYS, count_seeds, describe_training, difference, sizes, summarize_trainings
 
-MEMORY = "add"  # the memory that the others are compared with
-LINES = 6  # maximum number of lines that a panel has room to label
+MEMORY = "add"  # other memories are compared with this one
+LINES = 6  # maximum number of lines that can be labelled in a panel
 COLORS = {"softmax": "black", "add": "orange", "decay": "green", "delta": "blue"}
-DASHES = {"none": "-", "rotate": "--"}  # by encoding; others are dotted
+DASHES = {"none": "-", "rotate": "--"}  # by encoding; other encodings are dotted
 
 
 def frames_of(size: str) -> int:
@@ -32,7 +32,7 @@ def longest(results: pd.DataFrame) -> str:
 
 
 def intervals(results: Any) -> pd.DataFrame:
-    """Return mean and half-width of the 95% interval over seeds, by question, attention, encoding and size."""
+    """Return the mean and the half-width of the 95% interval over seeds, by question, attention, encoding and size."""
     found = results.groupby(["question", *KEYS[::-1], "size"])["value"].agg(["mean", "std", "count"])
     half = student.ppf(0.975, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
     return pd.DataFrame({"mean": found["mean"], "half": half})
@@ -52,7 +52,7 @@ def _accuracies(results: pd.DataFrame, kind: str) -> list[str]:
 
 
 def _differences(results: pd.DataFrame, kind: str, changed: str, baseline: str) -> list[str]:
-    """Compare the values of one of :data:`KEYS` with a baseline, paired by seed, or return [] without a baseline."""
+    """Compare the values of a key in :data:`KEYS` with a baseline, paired by seed. Without a baseline, return []."""
     (same,) = (key for key in KEYS if key != changed)
     part: Any = results[results.question == kind]
     renamed = part.rename(columns={changed: "encoding", same: "attention", "question": "positions"})
@@ -73,48 +73,42 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     """Render the tables, sorted by accuracy on the longest clips."""
     training, trained = config["settings"]["training"], sizes(results)[0]
     seeds, number = count_seeds(results, KEYS)
-    interval = f"mean ± the half-width of its 95% confidence interval (Student's t) over {number} seeds"
-    scheme = interval if seeds > 1 else "one seed"
-    precision = {"no": "float32"}.get(training["precision"], training["precision"])
+    interval = f"as mean ± half-width of the 95% confidence interval (Student's t) over {number} seeds"
+    scheme = interval if seeds > 1 else "for one seed"
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
-        f"The tables list the accuracy in % of questions about symbols in earlier frames: {scheme}. Chance is "
-        f"{100 / training['values']:g}%. Each column is a clip size, frames × height × width tokens. The first is "
-        f"the training size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} "
-        f"frames count. Each model was trained for {how_long(training)}, at batch size {training['batch']} in "
-        f"{precision}{how_run(training)}.",
+        f"The tables list the accuracy in % on questions about symbols in earlier frames, {scheme}. Chance is "
+        f"{100 / training['values']:g}%. Each column is a clip size: frames × height × width, in tokens. The first is "
+        "the training size, and rows are sorted by the longest clips. In longer clips, only questions in the last "
+        f"{frames_of(trained)} frames count. {describe_training(config['settings'])}",
         "",
-        f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "
-        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and "
-        f"as many others ask for the value at an offset (frames back, rows down, columns right): one of {offsets}. The "
-        f"model has {training['depth']} layers of {training['heads']} heads and {training['dim']} channels.",
+        f"In each frame, {training['writes']} tokens each write one of {training['values']} values under one of "
+        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key. As many "
+        f"others ask for the value at one of these offsets (frames back, rows down, columns right): {offsets}. The "
+        f"model has {training['depth']} layers with {training['heads']} heads and {training['dim']} channels.",
         "",
     ]
     for kind in KINDS:
         lines += [f"Questions {kind}:", "", *_accuracies(results, kind)]
-    bold = " Bold intervals exclude zero." if seeds > 1 else ""
+    bold = ", in bold if the interval excludes zero" if seeds > 1 else ""
     for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):
             lines += [
-                f"Difference from {base} with the same {same}, paired by seed.{bold}",
+                f"Difference from {base} with the same {same}, paired by seed{bold}.",
                 "",
             ]
         for kind, rows in compared.items():
             lines += [f"Questions {kind}:", "", *rows] if rows else []
     order: Any = results.drop_duplicates(KEYS)[KEYS]
-    lines += [
-        "The table lists medians over all runs, and the largest rise in training loss in any run.",
-        "",
-        *summarize_trainings(results, [tuple(key) for key in order.to_numpy()]),
-    ]
+    lines += summarize_trainings(results, [tuple(key) for key in order.to_numpy()])
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 
 
 def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
     """Return the variants to plot, as pairs (attention, encoding) sorted by accuracy on the longest clips.
 
-    If there are more than six, keep only the best encoding of each memory, and the best six of these.
+    If there are more than six variants, keep only the best encoding for each memory, and of these the best six.
     """
     part: Any = results[(results.question == kind) & (results["size"] == longest(results))]
     means = part.groupby(KEYS[::-1])["value"].mean().sort_values(ascending=False, kind="stable")
@@ -127,7 +121,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
 
 
 def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
-    """Move values apart until neighbours differ by at least ``gap``, keeping their order and the maximum ``most``."""
+    """Move values apart until neighbours differ by at least ``gap``. Keep their order, and don't exceed ``most``."""
     placed, last = np.zeros(len(values)), -np.inf
     order = np.argsort(values, kind="stable")
     for i in order:
@@ -139,7 +133,7 @@ def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
 
 
 def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot accuracy against the number of frames by memory and encoding, with all seeds and their mean."""
+    """Plot accuracy against the number of frames for each memory and encoding: every seed, and the mean over seeds."""
     trained, stats = sizes(results)[0], intervals(results)
     by_line: Any = results.assign(frames=results["size"].map(frames_of)).groupby(["question", *KEYS[::-1]])
     image = trained.partition("x")[2]

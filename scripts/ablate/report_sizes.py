@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,20 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
+from ..common.folder import show_value
 from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
 from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
-POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "mapped onto the training grid"}
+RISE = "largest rise in loss"
+# Columns of results.csv that may be empty.
+SOURCES = {
+    "final loss": "loss", RISE: "loss_rise", "ms per step": "step_ms", "million tokens per second": "step_ms",
+    "peak memory, GiB": "peak_mib",
+}  # fmt: skip
+POSITIONS = {"extrapolated": "are one unit apart, as in training", "rescaled": "are mapped onto the training grid"}
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
@@ -24,18 +32,18 @@ def sizes(results: pd.DataFrame) -> list[str]:
 
 
 def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
-    """Return the largest number of seeds, and a description such as "3", or "1 to 3" if variants differ."""
+    """Return the largest number of seeds per variant, and a description: "3", or "1 to 3" if variants differ."""
     counts: Any = results.groupby(keys)["seed"].nunique()
     fewest, most = counts.min(), counts.max()
     return most, f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Compare each encoding with the baseline that has the same attention, paired by their common seeds.
+    """Compare each encoding with the baseline in the same kind of attention. Results are paired by common seeds.
 
     Returns:
-        a row for each encoding, attention, positions and size, with the mean, half the width of Student's interval (NaN
-        for one seed), and the number of pairs.
+        a row for each encoding, attention, positions and size, with the mean difference, half the width of Student's
+        interval (NaN for one seed), and the number of pairs.
     """
     where = [*KEYS[1:], "positions", "size", "seed"]
     base: Any = results[results.encoding == baseline].set_index(where)["value"]
@@ -83,7 +91,10 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
 
 
 def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Summarise the training runs: the largest rise in the loss over all seeds, and medians of other columns."""
+    """Summarise the training runs by the largest rise in the loss over all seeds, and the medians of other columns.
+
+    Columns without values are left out.
+    """
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
     found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
@@ -92,86 +103,109 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     def cell(value: float, form: str) -> str:
         return "" if pd.isna(value) else format(value, form)
 
-    rows = []
+    def speed(value: float) -> str:
+        return cell(value, ".2f" if value >= 0.1 else ".2g")
+
+    columns: dict[str, list[str]] = {}
     for key in ranking:
         row: Any = found.loc[key]
-        rows.append(
-            [*key, f"{row.params:,.0f}", cell(row.loss, ".3f"), cell(row.loss_rise, ".3f"), cell(row.step_ms, ".1f"),
-             cell(row.tokens / row.step_ms / 1000, ".2f"), cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
-        )  # fmt: skip
-    if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # trainings with a time budget
-        for more, name in zip(rows, ranking, strict=True):
-            of = groups.get_group(name)
+        cells = {
+            "parameters": f"{row.params:,.0f}", "final loss": cell(row.loss, ".3f"), RISE: cell(row.loss_rise, ".3f"),
+            "ms per step": cell(row.step_ms, ".1f"), "million tokens per second": speed(row.tokens / row.step_ms / 1e3),
+            "peak memory, GiB": cell(row.peak_mib / 1024, ".2f"), "s per training": f"{row.train_seconds:.0f}",
+        }  # fmt: skip
+        if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # runs with a time budget
+            of = groups.get_group(key)
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
-            more += [f"{of.steps.median():,.0f}", f"{least:.1f} to {most:.1f}"]
-    head = [
-        *KEYS, "parameters", "final loss", "largest rise in loss", "ms per step", "million tokens per second",
-        "peak memory, GiB", "s per training",
-    ]  # fmt: skip
-    head += ["steps", "seconds counted"] if rows and len(rows[0]) > len(head) else []
-    return table(head, rows, len(KEYS))
+            cells |= {"steps": f"{of.steps.median():,.0f}", "seconds counted": f"{least:.1f} to {most:.1f}"}
+        for name, text in cells.items():
+            columns.setdefault(name, []).append(text)
+    measured = runs.columns[runs.notna().any()]  # there is no peak memory on a CPU
+    columns = {name: cells for name, cells in columns.items() if SOURCES.get(name, "params") in measured}
+    single = len(runs) == runs[KEYS].drop_duplicates().shape[0]
+    text = f"The table lists {'each run' if single else 'medians over all runs'}"
+    if RISE in columns:
+        text += "" if single else ", and the largest rise in training loss in any run"
+        text += ". If a rise is far above the others, the learning rate was too high for that encoding"
+    rows = [[*key, *(cells[i] for cells in columns.values())] for i, key in enumerate(ranking)]
+    return [f"{text}.", "", *table([*KEYS, *columns], rows, len(KEYS))]
 
 
-def how_long(training: dict[str, Any]) -> str:
+def describe_training(settings: dict[str, Any]) -> str:
+    """Return sentences about the training: the length, the optimiser, and other settings that are not the defaults."""
+    training = settings["training"]
     seconds = training.get("seconds")
-    return f"as many steps as fit into {seconds:g} s, not counting the first steps" if seconds else (
+    length = f"{seconds:g} s (not counting the first steps)" if seconds else (
         f"{training['steps']:,} steps"
     )  # fmt: skip
-
-
-def how_run(training: dict[str, Any]) -> str:
+    precision = {"no": "float32"}.get(training["precision"], training["precision"])
     graphs = " and CUDA graphs" if training.get("cuda_graphs") else ""
-    return f" with `torch.compile`{graphs}" if training["compile"] else ""
+    compiled = f" with `torch.compile`{graphs}" if training["compile"] else ""
+    text = (
+        f"Each model was trained for {length}, at batch size {training['batch']} and learning rate {training['lr']:g}, "
+        f"in {precision}{compiled}."
+    )
+    changed = find_changes(settings)
+    return f"{text} Settings that differ from the defaults of the task: {', '.join(changed)}." if changed else text
+
+
+def find_changes(settings: dict[str, Any]) -> list[str]:
+    """Return the settings that differ from the task's defaults as "name value", except settings that the text names."""
+    task, training = TASKS[settings["task"]], settings["training"]
+    free = {f.name for f in fields(task.config) if f.metadata["free"] and f.name != "weights"}  # no effect on results
+    defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING} | task.defaults
+    named = ("steps", "seconds", "batch", "lr", "precision", "compile", "cuda_graphs")
+    return [
+        f"`{name}` {show_value(training[name])}"
+        for name, default in defaults.items()
+        if name in training and name not in {*named, *free} and str(training[name]) != str(default)
+    ]
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
     """Render the tables, sorted by the result at the training size."""
     settings = config["settings"]
-    task, training = TASKS[settings["task"]], settings["training"]
+    task = TASKS[settings["task"]]
     digits = 1 if task.higher else 4
     trained = results[results["size"] == sizes(results)[0]]
     means: Any = trained.groupby(KEYS)["value"].mean()
     ranking = list(means.sort_values(ascending=not task.higher, kind="stable").index)
     seeds, number = count_seeds(results, KEYS)
-    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
+    scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
     measure = task.measure.replace(", %", " in %")
-    precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. The first column is the "
-        "training size; the models never saw the other sizes in training. Rows are sorted by that column. Each model "
-        f"was trained for {how_long(training)}, at batch size {training['batch']} in {precision}{how_run(training)}.",
+        f"The tables list the {measure} on {' and '.join(settings['data'])}, {scheme}. Rows are sorted by the first "
+        "column, the training size. The models never saw the other sizes in training. Sizes are height x width. "
+        f"{describe_training(settings)}",
         "",
     ]
     for positions, meaning in POSITIONS.items():
         part: Any = results[results.positions == positions]
-        lines += [f"{positions.capitalize()} positions: {meaning}.", "", *_accuracy(part, ranking, digits)]
-    if task.note:
-        lines += [task.note, ""]
+        lines += [f"{positions.capitalize()} positions {meaning}.", "", *_accuracy(part, ranking, digits)]
+    whole = [] if settings["training"].get("limit") else settings["data"]
+    shown = {*results.encoding, *whole}
+    notes = [note for about, note in task.notes.items() if about in shown]
+    lines += [" ".join(notes), ""] if notes else []
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:
         what = "with the same attention, paired by seed"
         if seeds > 1:
             what += (
-                ". The tables list the mean ± the half-width of its 95% confidence interval (Student's t). "
-                "Bold intervals exclude zero. "
-                "They are not corrected for the number of comparisons: by chance, one interval in twenty excludes zero"
+                ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
+                "interval excludes zero. The intervals are not corrected for multiple comparisons: by chance, one in "
+                "twenty excludes zero"
             )
         if (difference(results, baseline)["pairs"] == 2).any():
-            what += ". Two seeds tell you little: the interval is ± 12.7 standard errors; with three seeds it is ± 4.3"
+            what += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
         lines += [f"**Difference from {baseline}** {what}.", "", *_differences(results, ranking, baseline, digits)]
-    lines += [
-        "The table lists medians over all runs, and the largest rise in training loss in any run. If a rise is far "
-        "above the others, the learning rate was too high for that encoding.",
-        "",
-        *summarize_trainings(results, ranking),
-    ]
+    lines += summarize_trainings(results, ranking)
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 
 
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
     """Plot the mean and standard deviation of the measure against the size.
 
-    There is a row for each kind of attention and a column for each kind of positions. If there is only one encoding,
-    all kinds of attention share a row.
+    There is a row for each kind of attention, and a column for each kind of positions (extrapolated or rescaled). If
+    there is only one encoding, all kinds of attention share a row.
     """
     task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
     if results.encoding.nunique() == 1:
@@ -207,20 +241,21 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
                 axis.set_xticks(range(len(order)), order, fontsize=8, rotation=30)
         add_legend(figure)
         for axis in axes[-1]:
-            axis.set_xlabel("size (dotted: in training)")
-        figure.supylabel(task.measure, fontsize=10)
+            axis.set_xlabel("height x width (dotted: in training)")
+        spread = "\n(mean ± standard deviation)" if results.seed.nunique() > 1 else ""
+        figure.supylabel(f"{task.measure}{spread}", fontsize=10)
         save(figure, path, dpi=120)
 
 
 def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot the measure at the training size, with all seeds and their mean."""
+    """Plot the measure at the training size, with each seed and the mean over seeds."""
     settings = config["settings"]
     trained = sizes(results)[0]
     shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]
     means: Any = shown.groupby("encoding")["value"].mean()
     ranking = list(means.sort_values().index)
     attentions = [attention for attention in settings["encodings"] if attention in set(shown.attention)]
-    two = "black", OKABE_ITO["grey"]  # not the colours that stand for encodings
+    two = "black", OKABE_ITO["grey"]  # colours that don't stand for encodings
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.4 * len(ranking)), layout="constrained")
         offsets = (0.16, -0.16) if len(attentions) > 1 else (0.0,)

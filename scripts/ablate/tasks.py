@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -21,6 +22,7 @@ import typer
 from lrpe_md import Scheme, register_scheme
 from lrpe_md.checks import suggest
 
+from ..cli import reword_warnings
 from ..common.folder import read_json, save_whole, write
 from ..train.config import Training, settings_of
 from ..train.encodings import fingerprint_scheme, split_options
@@ -31,7 +33,7 @@ Values = dict[str, dict[str, float]]  # series (such as positions) → size → 
 CHOSEN = (
     "out",
     "data",
-    "reference",  # results need both kinds of positions
+    "reference",  # results require both kinds of positions
     "encoding",
     "attention",
     "seed",
@@ -41,12 +43,12 @@ CHOSEN = (
     "progress",
     "turn",
     "scheme",
-)  # set by the driver for each training; fmt: skip
+)  # set by the driver for each run; fmt: skip
 
 
 @dataclass(frozen=True)
 class Full:
-    """Settings of a task's longer comparison, with more encodings, more seeds and longer training."""
+    """Settings for the longer comparison of a task: more encodings, more seeds and longer training."""
 
     compared: dict[str, tuple[str, ...]]
     seeds: int
@@ -59,19 +61,19 @@ class Task:
 
     Args:
         config, run: configuration class and training function.
-        compared: encodings of the default comparison, by attention.
+        compared: encodings in the default comparison, for each kind of attention.
         smoke: options of a tiny training run on a CPU.
-        values: function that extracts the measured values from the result of ``run``.
+        values: function that extracts the measured values from what ``run`` returns.
         measure, higher: name of the measured value, and whether a higher value is better.
         layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.
         series: column of results.csv that names each series of values of a training run.
         plots: name of the plot in each report file.
-        defaults, on_gpu: fields that differ from the training's defaults on all devices, or on a GPU only.
-        by_encoding: fields for single encodings.
-        full: settings of the longer comparison, if there is one.
+        defaults, on_gpu: fields that differ from the defaults of the training command, on all devices or on a GPU only.
+        by_encoding: fields that only apply to specific encodings.
+        full: settings for the longer comparison, if there is one.
         data: default data.
-        kept: files in a run's folder that the report shows.
-        note: line below the tables.
+        kept: files in a run's folder that the report needs.
+        notes: sentences to print below the tables. The keys are the encodings or data that the sentences are about.
     """
 
     config: type[Training]
@@ -90,7 +92,7 @@ class Task:
     full: Full | None = None
     data: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    note: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def encodings(self) -> list[str]:
@@ -106,7 +108,7 @@ def held_out(result: dict[str, Any]) -> Values:
     for name, value in result["held_out"].items():
         if name != "test_pairs":
             size, _, positions = name.partition(" ")
-            for each in [positions] if positions else found:  # both kinds of positions coincide at the training size
+            for each in [positions] if positions else found:  # all positions coincide at the training size
                 found[each][size] = value["loss"]
     return found
 
@@ -120,7 +122,7 @@ def answers(result: dict[str, Any]) -> Values:
 
 
 def bits(result: dict[str, Any]) -> Values:
-    """Return bits per byte by scaling and length, and for the longest length also by position ("8192:512-1024")."""
+    """Return bits per byte by scaling and length, with the longest length also split by position ("8192:512-1024")."""
     found: Values = {}
     for row in result["evaluation"]:
         whole = (row["first"], row["last"]) == (0, row["length"])
@@ -136,6 +138,7 @@ MORE_DIGITS = (
     *DIGITS, "rotate:base=100", "rotate-learnable", "cosine-relu", "cosine-learnable", "cosine-mixed",
     "cosine-mixed-learnable", "cosine-softplus-phase",
 )  # fmt: skip
+MODEL = ("depth", "dim", "heads", "patch", "qk_norm")  # options of models that digits doesn't have
 MEMORIES = ("add", "decay", "delta")
 TASKS = {
     "digits": Task(
@@ -144,11 +147,13 @@ TASKS = {
         plots={"accuracy.png": "trained", "resolution.png": "sizes"},
         full=Full(dict.fromkeys(("softmax", "linear"), MORE_DIGITS), 5, {"steps": 2100}),
         data=("digits",),
-        note=(
-            "Learned position tables are resampled to the image's grid for both kinds of positions, as in timm. The "
-            "sin-cos table is only resampled for rescaled positions. With 450 test images, "
-            "the standard error is 1.0 at an accuracy of 95%."
-        ),
+        notes={
+            "learned": (
+                "Learned position tables are resampled to the image's grid for both kinds of positions, as in timm."
+            ),
+            "sincos": "The sin-cos table is only resampled for rescaled positions.",
+            "digits": "With 450 test images, the standard error is 1.0 at an accuracy of 95%.",
+        },
     ),
     "image": Task(
         image.ImageTraining, image.run,
@@ -161,10 +166,10 @@ TASKS = {
         },
         {**TINY, "heads": 2, "size": 28, "patch": 2, "test_sizes": "20,28x40"},
         accuracy, "accuracy, %", True, on_gpu=FAST,
-        note=(
-            "Learned position tables are resampled to the image's grid for both kinds of positions, and the sin-cos "
-            "table only for rescaled positions."
-        ),
+        notes={
+            "learned": "Learned position tables are resampled to the image's grid for both kinds of positions.",
+            "sincos": "The sin-cos table is only resampled for rescaled positions.",
+        },
     ),
     "video": Task(
         video.VideoTraining, video.run,
@@ -180,7 +185,7 @@ TASKS = {
             "parts": 4, "test_samples": 8,
         },
         accuracy, "accuracy, %", True, defaults={"task": "order", "steps": 3000}, on_gpu=FAST,
-        note="Learned position tables are resampled to the clip's grid for both kinds of positions.",
+        notes={"learned": "Learned position tables are resampled to the clip's grid for both kinds of positions."},
     ),
     "recall": Task(
         recall.RecallTraining, recall.run,
@@ -199,7 +204,8 @@ TASKS = {
                     ("none", "rotate", "rotate-numerator", "rotate-both", "cosine-silu"),
                 ),
             },
-            5, {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 1000},
+            5,
+            {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 1000, "warmup": 50},
         ),
     ),
     "diffusion": Task(
@@ -232,6 +238,20 @@ TASKS = {
 }  # fmt: skip
 
 
+def _explain_unknown(config: type[Training], name: str, known: Iterable[str]) -> str:
+    """Return a suggestion for an unknown option, or name the tasks that have this option."""
+    others = [task for task, other in TASKS.items() if name in {f.name for f in fields(other.config)} - set(CHOSEN)]
+    if not others:
+        return suggest(name, known)
+    text = f". {name} is an option of {', '.join(others)}"
+    if config is digits.DigitsTraining and name in MODEL:
+        text += (
+            f"; digits has a fixed model ({digits.VIT['depth']} layers of {digits.VIT['embed_dim']} channels). Use "
+            "another task, or your own model as in docs/examples/ablate_own_model.py"
+        )
+    return text
+
+
 def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
     """Parse NAME=VALUE strings into fields of a configuration."""
     hints = get_type_hints(config)
@@ -244,9 +264,10 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name not in known:
             raise typer.BadParameter(
-                f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
+                f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}"
+                f"{_explain_unknown(config, name, known)}"
             )
-        kind = next((part for part in get_args(hints[name]) if part is not NoneType), hints[name])  # of bool | None
+        kind = next((part for part in get_args(hints[name]) if part is not NoneType), hints[name])  # of X | None
         try:
             found[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:
@@ -257,7 +278,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def options_as_set(task: Task) -> Iterator[None]:
-    """Reword the errors of a training run, with ``--set NAME=VALUE`` for its options and DATA for its data."""
+    """Reword the errors of a training run: say ``--set NAME=VALUE`` for options, and DATA for data."""
     known = {f.name for f in fields(task.config)} - set(CHOSEN)
 
     def reword(found: re.Match[str]) -> str:
@@ -275,11 +296,39 @@ def options_as_set(task: Task) -> Iterator[None]:
         raise typer.BadParameter(text) from error
 
 
+@contextlib.contextmanager
+def record_warnings() -> Iterator[list[str]]:
+    """Yield a list that collects the texts of warnings. The warnings are still shown."""
+    texts: list[str] = []
+    show = warnings.showwarning
+
+    def record(message: Any, *more: Any) -> None:
+        texts.append(str(message))
+        show(message, *more)
+
+    warnings.showwarning = record
+    try:
+        yield texts
+    finally:
+        warnings.showwarning = show
+
+
+@contextlib.contextmanager
+def hide_warnings(texts: Iterable[str]) -> Iterator[None]:
+    """Hide warnings with these texts."""
+    hidden, show = set(texts), warnings.showwarning
+    warnings.showwarning = lambda message, *more: None if str(message) in hidden else show(message, *more)
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Settings that determine results. All runs in a folder share the task, the data and the training options.
+    """Settings that determine the results. All runs in a folder share the task, the data and the training options.
 
-    ``schemes`` maps encodings to fingerprints, for the compared schemes that the user registered.
+    ``schemes`` maps encodings to fingerprints. It contains the compared schemes that the user registered.
     """
 
     task: str
@@ -316,10 +365,10 @@ class Comparison:
         return TASKS[self.task].config.backbone.names
 
     def merge(self, out: Path) -> Comparison:
-        """Return a comparison that also contains the encodings, seeds and fingerprints of the runs in a folder.
+        """Return a comparison that also includes the encodings, seeds and fingerprints of existing runs in a folder.
 
         Raises:
-            typer.BadParameter: if a scheme is defined differently in the folder's runs.
+            typer.BadParameter: if the definition of a scheme differs in the existing runs.
         """
         schemes = {name: mark for _, name in self.pairs if (mark := fingerprint_scheme(name)) is not None}
         path = out / "config.json"
@@ -344,7 +393,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the content of config.json: the settings of all runs and tests, without the paths of data."""
+        """Return the content of config.json: the settings for all runs and tests, without data paths."""
         # A merged comparison may hold schemes that are not registered in this process.
         attention, name = next(pair for pair in self.pairs if split_options(pair[1])[0] in self.known)
         config = self.config(Path("unused"), name, attention, 0)
@@ -354,7 +403,7 @@ class Comparison:
         return {**asdict(self), "data": data, "training": {**self.training, **shared}}
 
     def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
-        """Map each result file to its encoding, attention and seed, ordered by seed."""
+        """Map each result file to its attention, encoding and seed. The files are sorted by seed."""
         return {
             out / "runs" / f"{re.sub('[^A-Za-z0-9_.=,-]', '_', name)}-{attention}-{seed}.json": (name, attention, seed)
             for seed in range(self.seeds)
@@ -370,10 +419,12 @@ def train(
     progress: bool = True,
     turn: Path | None = None,
     schemes: dict[str, Scheme] | None = None,
+    shown: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Run or resume a training run. When its result is saved, delete the checkpoint.
+    """Start or resume a training run. When the result is saved, delete the checkpoint.
 
-    ``schemes`` contains schemes to register first, if this is a new process.
+    ``schemes`` contains schemes to register first, if this is a new process. ``shown`` contains the warnings that the
+    user has already seen.
     """
     for name, scheme in (schemes or {}).items():
         register_scheme(name, scheme, overwrite=True)
@@ -382,7 +433,7 @@ def train(
     if not (folder / "checkpoint.pt").exists():  # a new run, or a finished one whose result was deleted
         shutil.rmtree(folder, ignore_errors=True)
     torch.compiler.reset()  # otherwise many models would exceed the recompilation limit
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), reword_warnings(), hide_warnings(shown):
         result = task.run(comparison.config(folder, *job, progress=progress, turn=turn))
     result = {**result, "values": task.values(result)}
     for name in task.kept:
@@ -400,7 +451,7 @@ COLUMNS = (
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
-    """Build a table of results, with a row for each encoding, attention, seed, element of the series and size."""
+    """Build a table of results, with a row for each encoding, attention, seed, entry of the series and size."""
     rows = []
     for file in files:
         run = read_json(file)

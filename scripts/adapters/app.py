@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ..common.options import Command
 from .sweep import sweep_library, write_outcomes
 from .trial import LIBRARIES, try_library, write
 
@@ -20,17 +21,17 @@ app = typer.Typer(
 )  # fmt: skip
 Library = Annotated[list[str] | None, typer.Option(help="Library to test; repeatable. (default: all installed)")]
 Models = Annotated[list[str] | None, typer.Option(help="Model to test; repeatable. (default: all)")]
-All = Annotated[bool, typer.Option("--all", help="Also write the modifications that do not apply to a model.")]
+All = Annotated[bool, typer.Option("--all", help="Also list modifications that do not apply to a model.")]
 
 
-@app.command(epilog="Example: lrpe-md adapters table --library timm > timm.csv")
+@app.command(cls=Command, epilog="Example: lrpe-md adapters table --library timm > timm.csv")
 def table(library: Library = None) -> None:
     """Test all rotary models, and write one CSV row per model to stdout."""
     rows = write(row for name in _check(library) for row in try_library(name))
     raise typer.Exit(int(any(row.outcome == "wrong" for row in rows)))
 
 
-@app.command(epilog="Example: lrpe-md adapters sweep --library timm --model eva02_tiny_patch14_224")
+@app.command(cls=Command, epilog="Example: lrpe-md adapters sweep --library timm --model eva02_tiny_patch14_224")
 def sweep(library: Library = None, model: Models = None, all_rows: All = False) -> None:
     """Modify all models before or after adaptation, and write one CSV row per model to stdout."""
     found = (row for name in _check(library) for row in sweep_library(name, model))

@@ -2,8 +2,9 @@
 
     python -m scripts.adapters.functions > scripts/results/adapters/functions.csv
 
-It tests every function and static method with a rotary name in the libraries' model files. Supported functions are
-called with all supported kinds of arguments, at other sizes, in float32 and bfloat16, and compared with the originals.
+The script tests every function and static method with a rotary name in the libraries' model files. Each supported
+function is called with every kind of argument that it supports, at new sizes, in float32 and bfloat16. The results are
+compared with those of the original function.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Row", "functions", "try_function"]
 
 FILES = {"timm": "[lm]*/**/*.py", "diffusers": "models/**/*.py", "transformers": "models/*/modeling_*.py"}
 ROTARY = re.compile(r"rotary|rope|rot_e|rotate")
-OTHERS = re.compile(  # functions that build tables, read settings or rotate half of the channels; models
+OTHERS = re.compile(  # functions that build tables, read settings or rotate half of the channels, and models
     r"get_|compute_|rotate_(half|every|pair)|create_|build_|update|validate|init|params|_prepare|_pad_|"
     r"_layout|_rotary_freqs|^rope$|store_|set_|_slice_|_vit_|^vit_|interleaved_mrope|half$"
 )
@@ -46,7 +47,7 @@ class Row(NamedTuple):
 
 
 def functions(library: str) -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Yield the functions of a library that have a rotary name, with their modules and names."""
+    """Yield each function of a library that has a rotary name, with the function's module and name."""
     root = Path(inspect.getfile(import_module(library))).parent
     for path in sorted(root.glob(FILES[library])):
         if not re.search(rf"def \w*({ROTARY.pattern})", path.read_text(encoding="utf-8")):
@@ -86,7 +87,7 @@ def _difference(function: Callable[..., Any], ours: Any) -> str:
     probed = ours.probed
     if any(
         isinstance(plan, plans.RotationPlan) and plan.grids for plan in probed.plans.values()
-    ):  # drop_in has verified it
+    ):  # drop_in has verified these arguments
         return ""
     probe = probing.Probe(probed.call, probed.key)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):

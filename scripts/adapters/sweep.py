@@ -1,16 +1,16 @@
-"""Modify models before or after adaptation, and compare them with originals that are modified in the same way.
+"""Modify adapted models (before or after adaptation) and the originals in the same way, and compare the results.
 
     lrpe-md adapters sweep > scripts/results/adapters/changes.csv
 
 Each row is a model. A column such as "low rank, after" contains the outcome of a modification after adaptation,
 followed by a colon and details. The outcomes are:
 
-- same: outputs are equal, and so are gradients if the modification preserves them
+- same: outputs are equal, and gradients are equal if the modification leaves them comparable
 - different: outputs or gradients differ
 - refused: adapting raises an error
 - error: only the adapted model raises an error
-- unstable: the original differs from itself, so there is nothing to compare with
-- inapplicable: the model has nothing to modify, or the original raises an error
+- unstable: the original returns different results each time, so no comparison is possible
+- inapplicable: the model contains nothing to modify, or the original raises an error
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
 
 class Inapplicable(Exception):
-    """Error for a change that does not apply to anything in the model."""
+    """Error for a change to a part that the model does not have."""
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def patch_norms(model: nn.Module) -> None:
 
 
 class _Patched:
-    """Replacement for an instance's forward method that can be copied and pickled."""
+    """Replacement for the forward method of an instance. Unlike a closure, it can be copied and pickled."""
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
@@ -205,7 +205,7 @@ def offload_to_disk(model: nn.Module) -> None:
 
 
 def offload_in_parts(model: nn.Module) -> None:
-    """Offload weights to the CPU, and load those of an attention or router module together.
+    """Offload weights to the CPU, so that all weights of an attention or router module are loaded together.
 
     The forward method of such a module may read the weights of its children.
     """
@@ -224,7 +224,7 @@ def offload_groups(model: Any) -> None:
 def dispatch(model: nn.Module) -> None:
     import accelerate
 
-    main_device: Any = "cpu"  # compared with the values of the device map
+    main_device: Any = "cpu"  # a string, because it is compared with the values of the device map
     accelerate.dispatch_model(model, {"": "cpu"}, main_device=main_device, force_hooks=True)
 
 
@@ -233,7 +233,7 @@ class Change(NamedTuple):
 
     Args:
         run: function that modifies a model in place.
-        gradients: whether gradients can still be compared.
+        gradients: whether gradients are still comparable after the change.
         preserves: whether the modified original computes the same result as the unmodified one.
     """
 
@@ -278,7 +278,7 @@ COLUMNS = [
 
 
 def write_outcomes(outcomes: Iterable[Outcome], file: TextIO = sys.stdout) -> list[Outcome]:
-    """Write each model's row to a CSV as soon as the next model begins, and return all outcomes."""
+    """Write a model's row to the CSV when the next model begins, and return all outcomes."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["library", "model", *map(", ".join, COLUMNS)])
     done: list[Outcome] = []
@@ -292,7 +292,7 @@ def write_outcomes(outcomes: Iterable[Outcome], file: TextIO = sys.stdout) -> li
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Read the outcomes from a file of :func:`write_outcomes`, without empty cells."""
+    """Read the outcomes from a file that :func:`write_outcomes` wrote, and skip empty cells."""
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -306,7 +306,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[Outcome]:
-    """Yield the outcomes of a library's adaptable models, or only of those with the given names."""
+    """Yield the outcomes for a library's adaptable models, or only for models with the given names."""
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():
@@ -319,7 +319,7 @@ def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[
 
 
 def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
-    """Yield an outcome for each change before and after adaptation, or nothing if the model can't be adapted."""
+    """Apply each change before and after adaptation, and yield the outcomes. Yield nothing if adapting fails."""
     try:
         model = candidate.build()
         stock = candidate.call(copy.deepcopy(model))  # Some models can't be copied after a call.
@@ -336,14 +336,14 @@ def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
 
 
 class Original(NamedTuple):
-    """Model without adaptation, with its outputs and gradients."""
+    """Unadapted model, with the model's outputs and gradients."""
 
     model: Any
     result: Result
 
 
 def _in_bfloat16(model: Any) -> Any:
-    """Adapt with bfloat16 as the default dtype."""
+    """Adapt the model while bfloat16 is the default dtype."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         return adapt_rotary(model)
@@ -398,7 +398,7 @@ def _try(candidate: Candidate, original: Original, change: Change, when: str) ->
 
 
 def _describe_unstable(found: Result, expected: Result) -> tuple[str, str] | None:
-    """Return an outcome if two results of the same original model differ, or None if they are equal."""
+    """Return an outcome if two calls of the same original model differ, or None if their results are equal."""
     if not found.gradients:
         expected = expected._replace(gradients={})
     gap = distance(found, expected)
@@ -416,7 +416,7 @@ def _try_copy(candidate: Candidate, original: Original, make: Callable[[Any], An
 
 
 def _compare(candidate: Candidate, stock: Result, model: Any, make: Callable[[Any], Any]) -> tuple[str, str]:
-    """Call the adapted model, copy it with ``make``, and return the copy's outcome."""
+    """Call the adapted model, copy it with ``make``, and return the outcome for the copy."""
     try:
         adapted = adapt_rotary(copy.deepcopy(model))
         candidate.call(adapted)

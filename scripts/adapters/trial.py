@@ -1,7 +1,7 @@
 """Test ``adapt_rotary`` on a tiny random version of every rotary model in the installed libraries.
 
-A model counts as adapted if its float32 outputs and gradients agree with the stock model's and its parameter names are
-unchanged. After restoring, its outputs must be bitwise identical to those of the stock model.
+A model counts as adapted if its float32 outputs and gradients agree with those of the stock model, and its parameter
+names are unchanged. After restoring, its outputs must be bitwise identical to those of the stock model.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 
 ROTARY = re.compile(r"[Rr]otary|RoPE")
 UNKNOWN = "found no such function"
-BOUND = 1e-5  # for outputs and gradients; relative if the largest of each kind is above 1
+BOUND = 1e-5  # for outputs and gradients; relative to the largest value if that is above 1
 LIBRARIES = ("timm", "diffusers", "transformers")
 Outcome = Literal["adapted", "refused", "untried", "wrong", "none"]  # none: no rotary code
 
 
 class Result(NamedTuple):
-    """Outputs of a model, and gradients of a random weighted sum of the outputs."""
+    """Outputs of a model, and gradients of a randomly weighted sum of the outputs."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor]
@@ -51,8 +51,9 @@ class Candidate:
 
     Args:
         name: name of the model type or class.
-        build: function that returns a tiny random model in eval mode, or its pipeline if that computes the tables.
-        call: function that runs the model forward and backward, with equal results for equal weights.
+        build: function that returns a tiny random model in eval mode, or the model's pipeline if the pipeline computes
+            the tables.
+        call: function that runs the model forward and backward. Models with equal weights give equal results.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Candidate:
 
 
 class Row(NamedTuple):
-    """Row of the table. ``reason`` says why a model was refused or not tried, or which parts were not adapted."""
+    """Row of the table. ``reason`` states why a model was refused or not tried, or which parts were not adapted."""
 
     library: str
     model: str
@@ -82,7 +83,7 @@ def find_tensors(given: Any) -> Iterator[Tensor]:
 
 
 def differentiate(model: nn.Module, outputs: Sequence[Tensor]) -> Result:
-    """Return the outputs and the gradients of a random weighted sum of them."""
+    """Return the outputs, and the gradients of a randomly weighted sum of the outputs."""
     model.zero_grad(set_to_none=True)
     generator = torch.Generator().manual_seed(1)
     floats = [y for y in outputs if y.is_floating_point() or y.is_complex()]
@@ -98,7 +99,7 @@ def differentiate(model: nn.Module, outputs: Sequence[Tensor]) -> Result:
 
 
 def try_library(library: str) -> Iterator[Row]:
-    """Yield a row for each rotary model of a library, or none if the library is not installed."""
+    """Yield a row for each rotary model of a library, or nothing if the library is not installed."""
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():
@@ -155,7 +156,7 @@ def _describe_untried(error: Exception) -> str:
 
 
 def _refuse_uncallable(row: Row, model: nn.Module) -> Row | None:
-    """Return a "refused" row for a model that can't be called, or None if adapting it succeeds."""
+    """Return a "refused" row for a model that can't be called, or None if the model can be adapted."""
     try:
         adapt_rotary(model)
     except (TypeError, ValueError) as error:
@@ -164,7 +165,7 @@ def _refuse_uncallable(row: Row, model: nn.Module) -> Row | None:
 
 
 def _refuse(row: Row, model: nn.Module, error: Exception) -> Row:
-    """Return a "refused" row for a model, or a "none" row if it has no rotary encoding."""
+    """Return a "refused" row for a model, or a "none" row if the model has no rotary encoding."""
     reason = _describe_error(error)
     if reason == UNKNOWN and not _has_rotary(model):
         return row._replace(outcome="none")
@@ -178,7 +179,7 @@ def _has_rotary(model: nn.Module) -> bool:
         inspect.unwrap(value)
         for base in set(own)
         for name, value in vars(base).items()
-        if callable(value) and name != "_init_weights"  # initialises every class of a file
+        if callable(value) and name != "_init_weights"  # this method initialises every class in a file
     ]
     codes = [code for method in methods if (code := getattr(method, "__code__", None)) is not None]
     names = [name for code in codes for name in (*code.co_names, *code.co_varnames)]
@@ -186,7 +187,7 @@ def _has_rotary(model: nn.Module) -> bool:
 
 
 def distance(found: Result, stock: Result) -> float:
-    """Return the largest difference of outputs or gradients, relative to the largest value if that is above 1."""
+    """Return the largest difference in outputs or gradients, relative to the largest value if that exceeds 1."""
     if len(found.outputs) != len(stock.outputs) or found.gradients.keys() != stock.gradients.keys():
         return float("inf")
     names = list(stock.gradients)

@@ -23,7 +23,7 @@ ROTARY = re.compile(r"[Rr]otary|[Rr]ope[^r]|RoPE")
 
 
 def rotary_classes() -> dict[str, type]:
-    """Find the models whose files contain rotary code, except for models composed of others."""
+    """Find the models whose files contain rotary code, except for models that are composed of other models."""
     found: dict[str, type] = {}
     for package in (transformers, controlnets):
         for info in pkgutil.iter_modules(package.__path__):
@@ -137,7 +137,7 @@ OWN: dict[str, dict[str, Any]] = {  # constructor arguments by class
     "MotifVideoTransformer3DModel": {"num_decoder_layers": 1, "image_embed_dim": None},
     "NucleusMoEImageTransformer2DModel": {
         "num_key_value_heads": 1, "num_experts": 4, "moe_intermediate_dim": 32, "moe_enabled": False,
-        "mlp_ratio": 8.0,  # widths are multiples of 128; at 4.0 one would be 0
+        "mlp_ratio": 8.0,  # widths are rounded to multiples of 128; 4.0 would give 0
     },
     "OmniGenTransformer2DModel": {
         "num_key_value_heads": 2, "vocab_size": 16, "pad_token_id": 0, "pos_embed_max_size": 16, "time_step_dim": 16,
@@ -155,7 +155,7 @@ OWN: dict[str, dict[str, Any]] = {  # constructor arguments by class
 
 
 def build(name: str) -> nn.Module:
-    """Build a two-layer model, whose weights are large enough that attention is far from uniform."""
+    """Build a two-layer model. Its weights are large enough that attention is far from uniform."""
     torch.manual_seed(0)
     cls: Any = rotary_classes()[name]
     if name == "ZImageControlNetModel":
@@ -175,7 +175,7 @@ def _make(cls: Any) -> Any:
 def _randomize(model: Any) -> Any:
     for part in model.modules():
         if type(part).__name__ == "LTXVideoRotaryPosEmbed":
-            part.theta = 20.0  # with the default 10,000, rounding of the stock model's float32 angles is visible
+            part.theta = 20.0  # with the default of 10,000, the stock model's rounding of float32 angles is visible
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
@@ -195,7 +195,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def _ids(height: int, width: int, axes: int = 3) -> Tensor:
-    """Return position ids with rows and columns on the last two of three axes, or on the middle two of four."""
+    """Return position ids. Rows and columns are the last two of three axes, or the middle two of four axes."""
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).float()
     found = torch.zeros(height * width, axes)
     found[:, 1:3] = places
@@ -277,7 +277,7 @@ def _sana_refiner(model: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SHAPES: dict[str, Callable[[Any], dict[str, Any]]] = {  # models with inputs unlike those of other videos or images
+SHAPES: dict[str, Callable[[Any], dict[str, Any]]] = {  # models with different inputs than other video or image models
     "Bria": _flux, "Chroma": _flux, "Flux": _flux, "LongCatImage": _flux, "OvisImage": _flux, "Qwen": _qwen,
     "NucleusMoE": _qwen, "ZImage": _z_image, "LTX2": _ltx2, "MiniMaxH3": _minimax_h3, "BriaFibo2": _image,
     "SanaWMLTX2": _sana_refiner,
@@ -385,7 +385,7 @@ def call(model: nn.Module) -> Result:
     return differentiate(model, list(find_tensors(model(**given))))
 
 
-PIPELINES = {  # pipelines that make their model's tables, by model class
+PIPELINES = {  # pipelines that compute the model's tables, by model class
     "CogVideoXTransformer3DModel": ("cogvideo.pipeline_cogvideox", "CogVideoXPipeline"),
     "ConsisIDTransformer3DModel": ("consisid.pipeline_consisid", "ConsisIDPipeline"),
 }

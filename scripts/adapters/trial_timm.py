@@ -16,10 +16,10 @@ from .trial import Candidate, Result, differentiate
 __all__ = ["build", "call", "candidates", "read_shape"]
 
 PATCHES = 6  # per side: a multiple of the encoders' merge sizes
-NAFLEX = {  # timm registers no model name for these rotary encodings of NaFlexViT
+NAFLEX = {  # NaFlexViT's rotary encodings for which timm registers no model name
     "axial": {}, "mixed": {}, "dinov3": {"rope_rotate_half": True}, "mrope": {"rope_mrope_section": (4, 6, 6)},
 }  # fmt: skip
-SIZES = ((3, 5), (6, 2), (3, 5), (4, 4))  # patch grids of one batch
+SIZES = ((3, 5), (6, 2), (3, 5), (4, 4))  # patch grids in a batch
 
 
 def candidates() -> Iterator[Candidate]:
@@ -36,7 +36,7 @@ def candidates() -> Iterator[Candidate]:
 
 
 def read_shape(name: str) -> dict[str, Any] | None:
-    """Return arguments for a tiny version of a rotary model, or None if it has no RoPE or can't be built."""
+    """Return arguments for a tiny version of a rotary model, or None if the model has no RoPE or can't be built."""
     if not any(part in name for part in ("eva", "rope", "dinov3", "vit")):
         return None
     try:
@@ -67,13 +67,13 @@ def build(name: str, shape: dict[str, Any]) -> nn.Module:
 
 
 def build_naflex(rope_type: str, **kwargs: Any) -> nn.Module:
-    """Build a NaFlexViT with a rotary encoding and other timm arguments."""
+    """Build a NaFlexViT with a rotary encoding. ``kwargs`` are passed to timm."""
     shape = {"depth": 2, "num_heads": 2, "embed_dim": 64, "num_classes": 3, "patch_size": 4, "img_size": 4 * PATCHES}
     return build("naflexvit_base_patch16_gap", {**shape, "rope_type": rope_type, **NAFLEX[rope_type], **kwargs})
 
 
 def call_naflex(model: Any) -> Result:
-    """Call a model with images of one size, and with patches from several sizes, including padding tokens."""
+    """Call a model with images of one size, and with patches from images of several sizes, including padding tokens."""
     torch.manual_seed(0)
     size = model.image_size
     images, given = torch.randn(2, 3, size, 2 * size), patches(model.embeds.patch_size[0] ** 2 * 3)

@@ -180,7 +180,7 @@ def _model_class(model_type: str) -> Any:
 
 
 def build(model_type: str) -> nn.Module:
-    """Build a two-layer model, whose weights are large enough that attention is far from uniform."""
+    """Build a two-layer model. Its weights are large enough that attention is far from uniform."""
     torch.manual_seed(0)
     config = shrink(model_type, OWN.get(model_type, {}))
     model = AutoModel.from_config(config, attn_implementation="eager")
@@ -192,7 +192,7 @@ def build(model_type: str) -> nn.Module:
 
 
 def shrink(model_type: str, own: dict[str, Any]) -> Any:
-    """Return a tiny configuration of a model type, in which ``own`` overrides the common values."""
+    """Return a tiny configuration for a model type. ``own`` overrides the common values."""
     config_class: Any = type(AutoConfig.for_model(model_type))
     return config_class(**_merge(_shrink(config_class()), own))
 
@@ -207,7 +207,7 @@ def _merge(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink(default: Any) -> dict[str, Any]:
-    """Return arguments for a tiny configuration of the same class."""
+    """Return arguments that make a tiny configuration of the same class as ``default``."""
     kwargs: dict[str, Any] = {}
     values = vars(default)
     mapped = getattr(default, "attribute_map", {})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch._functorch.config as functorch
 import typer
 
-from ..common.options import is_given, warn_of_smoke
+from ..common.options import Command, is_given, warn_of_smoke
 from . import (
     compare,
     compiled,
@@ -35,36 +35,36 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-class Command(NamedTuple):
-    """Benchmark, with its panel in --help and the arguments of its example."""
+class Benchmark(NamedTuple):
+    """A benchmark, its panel in --help, and the arguments of its example."""
 
     run: Callable[..., Any]
     panel: str
     example: str
 
 
-SMOKE = Path("runs/bench-smoke")  # folder of results with --smoke
+SMOKE = Path("runs/bench-smoke")  # results folder with --smoke
 YOURS, OPERATORS, STEPS, MAINTENANCE = "Your GPU and sizes", "Operators", "Training steps", "Kernels and results"
 COMMANDS = {
-    "my-shapes": Command(my_shapes.main, YOURS, "--batch 8 --heads 24 --grid 21x45x80 --head-dim 128"),
-    "operators": Command(operators.main, OPERATORS, "--workload video --peers lrpe-md"),
-    "linear": Command(linear.main, OPERATORS, "--workload vit224 --map cosine"),
-    "norm": Command(norm.main, OPERATORS, "--workload wan --over heads"),
-    "tables": Command(tables.main, OPERATORS, "--workload wan"),
-    "decode": Command(decode.main, OPERATORS, "--workload decode-1"),
-    "compiled": Command(compiled.main, OPERATORS, "--map rotate"),
-    "training": Command(training.main, STEPS, "--models vit_b --modes compiled"),
-    "train-loop": Command(train_loop.main, STEPS, "--model B/2"),
-    "linear-scaling": Command(linear_scaling.main, STEPS, "--backbones vit --tokens 4096,65536"),
-    "tune": Command(tune.main, MAINTENANCE, '--only "rotate forward"'),
-    "counters": Command(counters.main, MAINTENANCE, "--out counters.csv"),
-    "compare": Command(compare.main, MAINTENANCE, "HEAD~10 HEAD"),
-    "report": Command(report.main, MAINTENANCE, ""),
+    "my-shapes": Benchmark(my_shapes.main, YOURS, "--batch 8 --heads 24 --grid 21x45x80 --head-dim 128"),
+    "operators": Benchmark(operators.main, OPERATORS, "--workload video --peers lrpe-md"),
+    "linear": Benchmark(linear.main, OPERATORS, "--workload vit224 --map cosine"),
+    "norm": Benchmark(norm.main, OPERATORS, "--workload wan --over heads"),
+    "tables": Benchmark(tables.main, OPERATORS, "--workload wan"),
+    "decode": Benchmark(decode.main, OPERATORS, "--workload decode-1"),
+    "compiled": Benchmark(compiled.main, OPERATORS, "--map rotate"),
+    "training": Benchmark(training.main, STEPS, "--models vit_b --modes compiled"),
+    "train-loop": Benchmark(train_loop.main, STEPS, "--model B/2"),
+    "linear-scaling": Benchmark(linear_scaling.main, STEPS, "--backbones vit --tokens 4096,65536"),
+    "tune": Benchmark(tune.main, MAINTENANCE, '--only "rotate forward"'),
+    "counters": Benchmark(counters.main, MAINTENANCE, "--out counters.csv"),
+    "compare": Benchmark(compare.main, MAINTENANCE, "HEAD~10 HEAD"),
+    "report": Benchmark(report.main, MAINTENANCE, ""),
 }
 
 
 def with_smoke(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a benchmark so that --smoke writes to another folder and prints the command of a real run."""
+    """Wrap a benchmark so that --smoke writes to another folder and prints the command for a real run."""
     signature = inspect.signature(run)
     if "smoke" not in signature.parameters:
         return run
@@ -86,4 +86,4 @@ def with_smoke(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 for name, command in COMMANDS.items():
     example = f"Example: lrpe-md bench {name} {command.example}".rstrip()
-    app.command(name, rich_help_panel=command.panel, epilog=example)(with_smoke(name, command.run))
+    app.command(name, cls=Command, rich_help_panel=command.panel, epilog=example)(with_smoke(name, command.run))

@@ -1,4 +1,4 @@
-"""Find measurements that became slower between two commits with ``lrpe-md bench compare OLD [NEW]``."""
+"""``lrpe-md bench compare OLD [NEW]``, which finds measurements that became slower between two commits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FOLDER = "scripts/results"
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of results file, with its key columns and the column in which smaller values are better."""
+    """Kind of results file: its key columns, and the column to compare, in which smaller values are better."""
 
     key: tuple[str, ...]
     value: str
 
 
-KINDS = {  # by file name; the first matching pattern applies
+KINDS = {  # by file name pattern; the first match applies
     "benchmark-linear.csv": Kind(("workload", "map", "act", "normalizer", "mask", "pass", "impl", "gpu"), "ms"),
     "benchmark-norm.csv": Kind(("workload", "over", "pass", "impl", "gpu"), "ms"),
     "benchmark-tables.csv": Kind(("workload", "form", "pass", "gpu"), "ms"),
@@ -46,7 +46,7 @@ KINDS = {  # by file name; the first matching pattern applies
 
 
 def read(commit: str | None, root: Path = ROOT) -> dict[str, str]:
-    """Return the content of each CSV in the results by name, at a commit or from the working tree.
+    """Return the content of each results CSV by name, from a commit or from the working tree.
 
     Raises:
         ValueError: if git does not know the commit.
@@ -68,7 +68,7 @@ def git(root: Path, *args: str) -> str:
 
 
 def load(text: str, kind: Kind) -> Any:
-    """Return the last value for each key, or an empty table for a file of another kind."""
+    """Return the last value for each key, or an empty table if the file is of another kind."""
     rows: Any = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     if not {*kind.key, kind.value} <= set(rows):
         return pd.Series(dtype=float)
@@ -78,7 +78,7 @@ def load(text: str, kind: Kind) -> Any:
 
 
 def find_regressions(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.DataFrame:
-    """Find lrpe-md's rows in both commits whose value grew by more than the tolerance."""
+    """Find the rows of lrpe-md that are in both commits and whose value grew by more than the tolerance."""
     found: list[tuple[str, str, float, float]] = []
     for name in old.keys() & new.keys():
         kind = next((kind for pattern, kind in KINDS.items() if fnmatch(name, pattern)), None)

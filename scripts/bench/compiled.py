@@ -3,8 +3,8 @@
     lrpe-md bench compiled
 
 q and k are so small that the GPU waits for the host. The benchmark times kernels that Inductor launches itself, the
-registered operator (used if sizes are symbolic), and a plain triton_op with as many tensors. These take turns in one
-run, so that machine noise affects all of them equally. Compare their ratios to the triton_op.
+registered operator (used if sizes are symbolic), and a plain triton_op with the same number of tensors. The three take
+turns in one run, so that machine noise affects them equally. Compare their times relative to the triton_op.
 """
 
 from __future__ import annotations
@@ -97,15 +97,15 @@ def compile_alone(graph: Any, inputs: Any) -> Any:
 
 
 def compile_ours(map: str, inputs: tuple[Tensor, ...], which: str) -> tuple[Callable[[], Any], str]:
-    """Compile a call, and return it with the lrpe-md operators that the generated code calls."""
+    """Compile a call. Return the compiled call, and the lrpe-md operators that the generated code calls."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
     codes: list[str] = []
-    # Use a separate backend, because torch.compile would reuse the code of the variant compiled first.
+    # Use a separate backend. Otherwise, torch.compile would reuse the code of the variant that was compiled first.
     encode = torch.compile(encoder(map), backend=partial(compile_alone), fullgraph=True)
     listening = mock.patch.object(GraphLowering, "save_output_code", codes.append)
-    with listening, config.patch(force_disable_caches=True):  # caches hold the code of the other variant
+    with listening, config.patch(force_disable_caches=True):  # caches may contain the code of the other variant
         call = make_call(encode, inputs, which)
         call()
     found = {name for code in codes for name in re.findall(r"torch\.ops\.lrpe_md\.(\w+)", code)}

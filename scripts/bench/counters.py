@@ -1,9 +1,9 @@
-"""Find out what limits the kernels from GPU counters, which Nsight Compute reads, and write a CSV.
+"""Find out what limits the kernels by reading GPU counters with Nsight Compute, and write a CSV.
 
     lrpe-md bench counters        needs ncu, and permission to read GPU counters
 
 Each pass of ``bench operators`` runs once with cold caches. The CSV contains each pass's duration, memory traffic in
-bytes, and utilisation of memory, L2 cache and schedulers. On vit224, the baselines are a compiled kernel with
+bytes, and the utilisation of memory, L2 cache and schedulers. On vit224, the baselines are a compiled kernel with
 precomputed tables and an element-wise kernel with the same traffic. `make results` turns the CSV into a table.
 """
 
@@ -29,7 +29,7 @@ from .peers import OURS, PEERS, large_inputs
 
 MODES = ("fwd", "bwd", "bwd_omega")
 TABLES = "torch.compile, tables"
-ELEMENTWISE = "element-wise, as many bytes"  # a plain copy would not run a kernel
+ELEMENTWISE = "element-wise, as many bytes"  # a plain copy does not launch a kernel
 METRICS = {
     "ns": "gpu__time_duration.sum",
     "bytes_read": "dram__bytes_read.sum",
@@ -42,12 +42,12 @@ METRICS = {
 }
 KEY: tuple[str, ...] = ("op", "workload", "mode", "peer", "floor_bytes")
 COLUMNS = (*KEY, *METRICS, "gpu", "versions", "commit")
-KERNELS = "regex:^(lrpe_kernel|triton_.*|.*elementwise_kernel.*)$"  # without the second pass of dω
+KERNELS = "regex:^(lrpe_kernel|triton_.*|.*elementwise_kernel.*)$"  # excluding the second pass of dω
 RANGE = "counted"
 
 
 def passes(device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield the passes to profile one by one, each of which runs only one of the kernels."""
+    """Yield the passes to profile. Each pass runs a single kernel."""
     for name, workload in WORKLOADS.items():
         for op in ("cosine", "rotate"):
             inputs = large_inputs(workload.case(op), device)
@@ -72,7 +72,7 @@ def run(keys: Path) -> None:
         for key, fn in passes(torch.device("cuda")):
             fn()
             torch.cuda.synchronize()
-            counted = torch.cuda.nvtx.range_start(RANGE)  # covers autograd's thread, which also launches kernels
+            counted = torch.cuda.nvtx.range_start(RANGE)  # includes launches from autograd's thread
             fn()
             torch.cuda.synchronize()
             torch.cuda.nvtx.range_end(counted)
@@ -81,7 +81,7 @@ def run(keys: Path) -> None:
 
 
 def parse(report: str) -> list[dict[str, float]]:
-    """Parse ncu's raw page, which has a line of names, a line of units, and a line for each kernel."""
+    """Parse ncu's raw page: a line of names, a line of units, and a line per kernel."""
     lines = [line for line in report.splitlines() if line.startswith('"')]
     if len(lines) < 2:
         raise ValueError("ncu's report: expected names, units and kernels, got\n" + report[-2000:])

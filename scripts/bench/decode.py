@@ -1,16 +1,17 @@
 """Measure how long a layer takes to rotate q and k and to store k in a static cache. Write a CSV.
 
-    lrpe-md bench decode                                  one token at B 1 to 64, and prompts of 2,048
+    lrpe-md bench decode                                  single tokens for B from 1 to 64, prompts of 2,048
     lrpe-md bench decode --workload "decode-1;decode-64" --impl "lrpe-md, out=;transformers"
 
 There are 32 query heads and 8 key heads with head_dim 128 in bfloat16, in the memory layout of a projection (B, N, H,
 D). The cache has room for 4,096 tokens, and its next free row is read on the device. "half" rotates half of the
-channels. Values are left out, because all implementations store them in the same way. Implementations with tables get
-precomputed cos and sin, because a model computes them once for all layers. lrpe-md computes the angles in the kernel.
+channels. Storing the values is not timed, because all implementations do it in the same way. Implementations that use
+tables get precomputed cos and sin, because a model computes its tables once for all layers. lrpe-md computes the angles
+in the kernel.
 
 "gpu" is the GPU time of a call with a cold L2 cache, "graph" is the time per call of 64 calls in a CUDA graph, and
-"host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that
-must move: q and k are read and written. Before timing, q and the cache are checked against float64.
+"host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, counting the bytes
+that must be moved: q and k are read and written. Before timing, q and the cache are checked against float64.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Shape:
     rotary_dim: int = 128
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
-    length: int = 4096  # rows of the cache
+    length: int = 4096  # number of rows in the cache
     start: int = 1000  # next free row
 
 
@@ -101,7 +102,7 @@ def make_inputs(shape: Shape, device: torch.device) -> Inputs:
     return Inputs(q, k, omega, start, cache, shape)
 
 
-# --- implementations: q rotated, and k in the cache ------------------------------------------------------------------
+# --- implementations: rotate q, and rotate k into the cache ----------------------------------------------------------
 
 Step = Callable[[], Tensor]
 
@@ -134,7 +135,7 @@ def build_copied(inputs: Inputs) -> Step:
 
 
 def build_tables(inputs: Inputs, apply: Callable[..., Any], dtype: torch.dtype = BF16) -> Step:
-    """Rotate with a function of q, k, cos and sin, and copy k into the cache."""
+    """Rotate with ``apply``, a function of q, k, cos and sin, and copy k into the cache."""
     cos, sin = inputs.tables(dtype)
     rows = inputs.rows
 
@@ -159,7 +160,7 @@ def build_liger(inputs: Inputs) -> Step:
 
 
 def build_hub(inputs: Inputs) -> Step:
-    """Rotate with the kernel that transformers loads from the hub, which does not support partial rotation."""
+    """Rotate with the hub kernel that transformers loads. This kernel does not support partial rotation."""
     get_kernel = importlib.import_module("kernels").get_kernel
     return build_tables(inputs, get_kernel("kernels-community/rotary").apply_rotary_transformers)
 
@@ -184,7 +185,7 @@ WHOLE_HEADS = (LIGER, HUB)
 
 
 def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
-    """Describe the first result with a larger error than 16-bit tables and outputs explain, or return ""."""
+    """Describe the first result whose error exceeds the rounding of 16-bit tables and outputs, or return ""."""
     exact = rotate(
         inputs.q.double(), inputs.k.double(), omega=inputs.omega, positions=inputs.where, rotary_dim=inputs.rotary_dim,
         impl="reference",
@@ -202,7 +203,7 @@ def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
 
 
 def capture(step: Step) -> Callable[[], Any]:
-    """Capture several steps in a CUDA graph, and return a function that replays it."""
+    """Capture several steps in a CUDA graph, and return a function that replays the graph."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -252,7 +253,7 @@ def shrink(shape: Shape) -> Shape:
 
 
 def missing(impl: str) -> str:
-    """Return the missing package that an implementation needs, or "" if there is none."""
+    """Return the name of a package that an implementation needs and that is not installed, or ""."""
     package = NEEDS.get(impl)
     return package if package is not None and importlib.util.find_spec(package) is None else ""
 

@@ -1,4 +1,4 @@
-"""Plots for the README, which show speed compared with other libraries, and encodings at unseen sizes."""
+"""Plots for the README: speed compared with other libraries, and accuracy of encodings at unseen image sizes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .peers import OURS
 
 SPEED, ENCODINGS = "front-speed.png", "front-encodings.png"
 LARGE: Any = {**STYLE, "axes.titlesize": 11, "axes.labelsize": 11, "xtick.labelsize": 10, "ytick.labelsize": 10}
-PEERS = {  # names in the benchmark: names in the plot
+PEERS = {  # from names in the benchmark to names in the plot
     OURS: "lrpe-md", "flash-attn": "flash-attn", "liger, in place": "Liger", "timm, compiled": "timm, compiled",
     "torch.compile, tables": "PyTorch, compiled",
 }  # fmt: skip
 WORKLOADS = {"vit224": "ViT at 224 pixels", "video": "video and text", "text": "text"}
-SHOWN = {  # names in the comparison: names in the plot
+SHOWN = {  # from names in the comparison to names in the plot
     "rotate": "rotate", "cosine-softplus": "cosine, softplus", "sincos": "sine-cosine table",
     "learned": "learned table", "none": "none",
 }  # fmt: skip
@@ -51,7 +51,7 @@ def plot_speed(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plot_encodings(results: Path, path: Path) -> bool:
-    """Plot accuracy against image size for softmax attention, with extrapolated and rescaled positions."""
+    """Plot the accuracy of softmax attention against image size, with extrapolated and with rescaled positions."""
     if not results.exists():
         return False
     rows: Any = pd.read_csv(results, keep_default_na=False)

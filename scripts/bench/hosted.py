@@ -1,4 +1,4 @@
-"""Rotary models from other libraries for ``scripts.bench training``, with published widths but few layers."""
+"""Rotary models from other libraries for ``scripts.bench training``. They have published widths but few layers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Hosted:
     """Model from another library, stock or adapted.
 
     Args:
-        library, name: library, and the name of its model class. For timm, pass the name of the model. For transformers,
-            pass the configuration class and the model class, separated by a space.
+        library, name: library, and the name of a model class in it. For timm, pass the name of a model instead. For
+            transformers, pass a configuration class and a model class, separated by a space.
         config: settings that differ from the library's defaults.
         arguments: function (model, batch, size) -> arguments of forward, on the default device.
-        size: token grid that the model rotates.
+        size: shape of the token grid that the model rotates.
     """
 
     library: str
@@ -43,7 +43,7 @@ class Hosted:
     baselines: ClassVar = {"stock": "stock", "adapted": "stock", "adapted-other": "stock"}
     default: ClassVar = ("stock", "adapted")
     weights: ClassVar = torch.bfloat16
-    other: ClassVar[Any] = None  # package of another checkout for "adapted-other"; see import_checkout
+    other: ClassVar[Any] = None  # another checkout's package, for "adapted-other"; see import_checkout
 
     def build(self, encoding: str) -> nn.Module:
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ class Hosted:
         return getattr(library, self.name)(**self.config)
 
     def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the tensor arguments. The others are cheap, and rebuilt at each step."""
+        """Return the tensor arguments. Other arguments are cheap, and are rebuilt at each step."""
         torch.manual_seed(0)
         with device:
             given = self.arguments(model, batch, self.size)
@@ -89,8 +89,8 @@ class Hosted:
 def import_checkout(root: Path, name: str = "lrpe_md_other") -> Any:
     """Import another checkout's package under a different name, so that both versions run in one process.
 
-    The package is copied to a temporary folder on the path, where compiler processes also find it. Its operators get a
-    separate namespace.
+    The package is copied to a temporary folder on ``sys.path``, where compiler processes also find it. Its operators
+    get a separate namespace.
 
     Raises:
         FileNotFoundError: if the checkout has no package.

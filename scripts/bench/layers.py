@@ -1,4 +1,4 @@
-"""Sizes of the layers that the benchmarks time."""
+"""Layer sizes that the benchmarks time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Workload:
     shape: tuple[int, ...]
     prefix: int
     head_dim: int
-    key_heads: int | None = None  # if fewer than heads (GQA); q and k are then separate projections
+    key_heads: int | None = None  # for GQA, where q and k come from separate projections
 
     @property
     def num_tokens(self) -> int:
         return self.prefix + torch.Size(self.shape).numel()
 
     def case(self, map: Literal["cosine", "rotate"], *, per_head: bool = False, **changes: Any) -> Case:
-        """Return a case with one tensor for cosine, or with q and k as slices of one projection for rotate."""
+        """Return a case for the layer: one tensor for cosine, or q and k as slices of one projection for rotate."""
         two = map == "rotate"
         heads = (self.heads, self.key_heads or self.heads) if two else (self.heads,)
         case = Case(

@@ -1,16 +1,16 @@
 """Benchmark linear attention against a copy, softmax attention and PyTorch implementations, and write a CSV.
 
-    lrpe-md bench linear                                the workloads, both maps and none, three passes
+    lrpe-md bench linear                                all workloads, with both maps and without, three passes
     lrpe-md bench linear --workload vit224 --map cosine
     lrpe-md bench linear --impl lrpe-md,SDPA --limit 300 --append
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
-inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move. These are 4·BHND
-elements in the forward pass (q, k and v are read, and o is written), and 7·BHND in the backward pass (do is also read,
+inputs. A share is the speed relative to a copy of 2 GiB in the same run, counting the elements that must be moved:
+4·BHND in the forward pass (q, k and v are read, and o is written), and 7·BHND in the backward pass (do is also read,
 and dq, dk and dv are written). Before timing, values and gradients of one sample are checked against float64.
 Implementations with wrong results are not timed.
 
-With --other, lrpe-md takes turns with another checkout of this repository:
+With --other, calls of lrpe-md alternate with calls of another checkout of this repository:
 
     lrpe-md bench linear --impl lrpe-md --workload width72,width96 --other ../old-checkout
 
@@ -76,14 +76,14 @@ class OtherCheckout:
 
 
 def attend_by_other(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    """Compute :func:`attend_fused` with the other checkout's kernels."""
+    """Like :func:`attend_fused`, with the other checkout's kernels."""
     package, case = OtherCheckout.package, inputs.case
     positions = package.Grid(case.shape, prefix=case.prefix) if case.has_positions else None
     return package.linear_attention(q, k, v, map=case.map, omega=omega, positions=positions, **inputs.options)
 
 
 def attend_unfused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    """Store q̂ and k̂ from lrpe-md's kernels in memory, and multiply in 16 bits."""
+    """Write q̂ and k̂ to memory with lrpe-md's kernels, and multiply in 16 bits."""
     case = inputs.case
     q_bar, k_bar = activate(q, case.act), activate(k, case.act)
     q_hat, k_hat = q_bar, k_bar
@@ -152,7 +152,7 @@ def measure(run: Run, name: str, case: LinearCase, impl: str) -> None:
 
 def main(
     workload: Annotated[
-        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all but -b2)")
+        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all except *-b2)")
     ] = None,
     map: Annotated[str | None, typer.Option(help=f"Maps: {', '.join(MAPS)}. (default: all)")] = None,
     impl: Annotated[

@@ -40,7 +40,7 @@ WORKLOADS = {
     "img64": LinearCase(shape=(64, 64), prefix=0, batch=16, heads=(16, 16), head_dim=64, dtype=BF16),
     "video64": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=64, dtype=BF16),
     "video128": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=128, dtype=BF16),
-    # Widths that are not powers of two, short windows, and a single head.
+    # Widths that are not powers of two, short windows, and a single head:
     "vit384": LinearCase(shape=(24, 24), batch=64, heads=(12, 12), head_dim=64, dtype=BF16, layout="packed"),
     "width72": LinearCase(shape=(27, 27), prefix=0, batch=32, heads=(16, 16), head_dim=72, dtype=BF16),
     "width80": LinearCase(shape=(16, 16), batch=128, heads=(16, 16), head_dim=80, dtype=BF16),
@@ -50,7 +50,7 @@ WORKLOADS = {
     "one-head": LinearCase(shape=(256, 256), prefix=0, batch=1, heads=(1, 1), head_dim=64, dtype=BF16),
     "causal": CAUSAL,
     "causal-plain": replace(CAUSAL, act="none"),
-    # With a normaliser, at other widths and lengths.
+    # Causal attention with a normaliser, at other widths and lengths:
     "causal-relu": replace(CAUSAL, shape=(4096,), batch=4, act="relu", normalizer="unrotated"),
     "causal128": replace(CAUSAL, batch=2, head_dim=128, act="relu", normalizer="unrotated"),
     "causal128-long": replace(CAUSAL, shape=(32768,), batch=1, head_dim=128, act="relu", normalizer="unrotated"),
@@ -83,7 +83,7 @@ class Inputs:
     omega: Tensor | None
     positions: Grid
     case: LinearCase
-    memory: dict[str, Any] = field(default_factory=dict)  # the gate, the decay, and how they act
+    memory: dict[str, Any] = field(default_factory=dict)  # gate, decay and rule
 
     @property
     def options(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def make_inputs(case: LinearCase, device: torch.device) -> Inputs:
 
 
 def make_memory(case: LinearCase, device: torch.device) -> dict[str, Any]:
-    """Return the memory arguments of a workload, such as β of each token, and g of each head or frame."""
+    """Return a workload's memory arguments, such as β for each token, and g for each head or frame."""
     if case.decay == "none" and case.mask != "block":
         return {}
     memory: dict[str, Any] = {}
@@ -199,7 +199,7 @@ class Run:
         self.console.print(text, highlight=False, markup=False)
 
     def time(self, inputs: Inputs, which: str, fns: list[Callable[[], Any]], **key: Any) -> None:
-        """Time a pass, and append its row with the share of the copy's speed."""
+        """Time a pass, and append a row that includes the share of the copy's speed."""
         ms = time_calls(fns, self.device, self.rep)
         size = PASSES[which] * inputs.q.numel() * inputs.q.element_size()
         self.add(**{**key, "pass": which}, ms=ms, share=self.copy_ms * size / ms)

@@ -2,13 +2,13 @@
 
     PYTHONPATH=.:PEERS lrpe-md bench linear      PEERS: a folder with any of fla/, flash_bla/ and diffusers/
 
-fla (flash-linear-attention) is causal, without positions and normaliser. flash_bla
-(flash-bidirectional-linear-attention) attends to all tokens, without positions. Both expect features, which are
-computed before timing in the memory layout that they prefer. lrpe-md's times include the activation.
+fla (flash-linear-attention) is causal, and has neither positions nor a normaliser. flash_bla
+(flash-bidirectional-linear-attention) attends to all tokens, and has no positions. Both libraries expect features.
+These are computed before timing, in the memory layout that the library prefers. lrpe-md's times include the activation.
 
-diffusers contains the attention of SANA-Video. Its own processor is compared with one that calls lrpe-md on the same
-module. "sana" is timed from q, k and v to the heads' outputs, and "sana-module" includes norms and projections. SanaWM
-applies the delta rule over frames in float32, and is timed from q, k and v to the heads' outputs.
+diffusers contains the attention module of SANA-Video. The module's own processor is compared with a processor that
+calls lrpe-md. "sana" is timed from q, k and v to the heads' outputs, and "sana-module" includes norms and projections.
+SanaWM applies the delta rule over frames in float32, and is timed from q, k and v to the heads' outputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lrpe_md.testing import LinearCase
 from .linear_measure import BF16, BIDIRECTIONAL, TURNS, Attend, Inputs, Run, make_inputs, make_pass, shrink
 from .measure import describe_error
 
-ERROR = 1e-2  # largest relative RMS error at which a peer counts as computing the same function
+ERROR = 1e-2  # largest relative RMS error for which a peer's function counts as the same
 THREADS = 12
 
 
@@ -43,11 +43,11 @@ class Peer:
     Args:
         module, name: function to import.
         takes: function that returns whether it supports a workload.
-        prepare: function that converts the inputs to its layout.
-        attend: wrapper of the function for these inputs.
-        restore: function that converts its output to (B, H, N, D).
-        note: remark about its times in the CSV.
-        compile: function of the module and the inputs that compiles the kernels before timing.
+        prepare: function that converts the inputs to the peer's layout.
+        attend: wrapper that calls the function with the prepared inputs.
+        restore: function that converts the peer's output to (B, H, N, D).
+        note: remark about the peer's times, for the CSV.
+        compile: function (module, inputs) that compiles the kernels before timing.
     """
 
     module: str
@@ -92,7 +92,7 @@ def takes_bidirectional(name: str, case: LinearCase) -> bool:
 
 
 def compile_bidirectional(module: Any, inputs: Inputs) -> None:
-    """Compile all candidates of the autotuner in parallel, because compiling them one by one takes minutes per length.
+    """Compile all of the autotuner's candidates in parallel. One by one, this would take minutes per sequence length.
 
     If a candidate fails here, the autotuner compiles it again.
     """
@@ -112,7 +112,7 @@ def compile_bidirectional(module: Any, inputs: Inputs) -> None:
             for config in getattr(tuner, "configs", ()):
                 pool.submit(tuner.fn.warmup, *arguments, **sizes, **config.all_kwargs())
             if tuner is not None:
-                tuner.cache.clear()  # its key is only the length
+                tuner.cache.clear()  # the cache key contains only the length
                 tuner.do_bench = partial(do_bench, warmup=5, rep=20)  # milliseconds per configuration
 
 
@@ -121,7 +121,7 @@ def takes_frames(name: str, case: LinearCase) -> bool:
 
 
 def prepare_frames(inputs: Inputs) -> Inputs:
-    """Compute SanaWM's angles. With both directions, undo the scaling of keys, because its module scales them."""
+    """Compute SanaWM's angles. With both directions, undo the scaling of keys, because SanaWM's module scales them."""
     case, omega = inputs.case, inputs.omega
     assert omega is not None
     angles = inputs.positions.coordinates().to(omega) @ omega[0].T
@@ -130,7 +130,7 @@ def prepare_frames(inputs: Inputs) -> Inputs:
 
 
 def delta(_: Any, compiles: bool = False) -> Attend:
-    """Return SanaWM's attention from q, k and v to the heads' outputs. The angles are computed beforehand."""
+    """Return SanaWM's attention, from q, k and v to the heads' outputs. Its angles are computed beforehand."""
     sana: Any = importlib.import_module(SANA_WM)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, decay: Tensor, angles: Tensor, both: bool) -> Tensor:
@@ -179,7 +179,7 @@ PEERS = {
 
 
 def exact(inputs: Inputs) -> Tensor:
-    """Compute the exact result for the first two heads of the first sample, in float64."""
+    """Compute the result for the first two heads of the first sample in float64."""
     q, k, v = (x[:1, :2].double() for x in (inputs.q, inputs.k, inputs.v))
     options: dict[str, Any] = {
         name: x[:1, :2].double() if isinstance(x, Tensor) else x for name, x in inputs.options.items()
@@ -195,7 +195,7 @@ def relative_error(o: Tensor, wanted: Tensor) -> float:
 
 
 def measure_peer(run: Run, name: str, case: LinearCase, impl: str, key: dict[str, Any]) -> None:
-    """Time a peer's forward and backward passes, unless its result is wrong."""
+    """Check a peer's result, and time the forward and backward passes if the result is correct."""
     peer = PEERS[impl]
     function = peer.load()
     plain = make_inputs(case, run.device)
@@ -251,7 +251,7 @@ class LinearProcessor:
 
 
 class Core(nn.Module):
-    """Attention module without parameters, from q, k and v (B, N, H·D) to the heads' outputs."""
+    """Attention module without parameters, which computes the heads' outputs from q, k and v (B, N, H·D)."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Core(nn.Module):
 
 
 class Whole(nn.Module):
-    """SANA-Video's self-attention, including the default norms and projections of its blocks."""
+    """SANA-Video's self-attention, including the blocks' default norms and projections."""
 
     def __init__(self, sana: Any, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Whole(nn.Module):
 
 @dataclass
 class Block:
-    """Workload from diffusers, with a module, copies of its inputs, and the positions for both implementations."""
+    """Workload from diffusers: a module, copies of the module's inputs, and the positions for both implementations."""
 
     module: nn.Module
     turns: list[tuple[Tensor, ...]]
@@ -328,7 +328,7 @@ def make_block(name: str, ours: str, case: LinearCase, device: torch.device) -> 
 
 
 def measure_sana(run: Run, name: str, impl: str, ours: str, smoke: bool) -> None:
-    """Time lrpe-md or the stock processor, and check that lrpe-md is as close to float32 as stock bfloat16."""
+    """Time lrpe-md or the stock processor, and check that lrpe-md is as close to float32 as the stock processor."""
     case = replace(shrink(SANA), head_dim=24) if smoke else SANA
     key = {
         "workload": name, "map": "rotate", "act": "relu", "normalizer": "unrotated", "mask": "full", "impl": impl
@@ -351,12 +351,12 @@ def measure_sana(run: Run, name: str, impl: str, ours: str, smoke: bool) -> None
 
 
 def missing(impls: list[str]) -> dict[str, str]:
-    """Return the implementations that can't be imported, each with the reason."""
+    """Return the implementations that can't be imported, and the reason for each."""
     found = {}
     for impl in impls:
         module = SANA_MODULE if impl == STOCK else PEERS[impl].module if impl in PEERS else None
         try:
             importlib.import_module(module or __name__)
-        except Exception as error:  # its own imports may raise any exception
+        except Exception as error:  # the package's own imports may raise any exception
             found[impl] = describe_error(error)
     return found

@@ -1,4 +1,4 @@
-"""Page and plots about linear attention, from the CSVs of ``bench linear`` and ``bench linear-scaling``."""
+"""Report page and plots for linear attention, from the CSVs of ``bench linear`` and ``bench linear-scaling``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def label(impl: str, map: str) -> str:
 
 
 def names(rows: Any) -> list[tuple[str, str]]:
-    """Return the pairs (implementation, map), starting with lrpe-md."""
+    """Return all pairs (implementation, map), with lrpe-md first."""
     found = dict.fromkeys(zip(rows.impl, rows["map"], strict=True))
     return sorted(found, key=lambda name: (name[0] != OURS, name[0], MAPS.index(name[1])))
 
@@ -66,9 +66,9 @@ def linear_table(rows: Any) -> str:
         return ""
     works = list(dict.fromkeys(measured.workload))
     lines = [
-        "**Linear attention.** The table lists the share of the copy's speed, and milliseconds in brackets. The "
-        "forward must move 4·BHND elements, and the backward 7·BHND. Times are medians in bfloat16 with a cold L2 "
-        f"cache. {where(measured)}.",
+        "**Linear attention.** The tables list the share of a copy's speed, with milliseconds in brackets. The "
+        "forward pass must move 4·BHND elements, and the backward pass 7·BHND. Times are medians in bfloat16 with a "
+        f"cold L2 cache. {where(measured)}.",
         "",
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
@@ -97,8 +97,8 @@ def scaling_table(rows: Any) -> str:
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
     lines = [
         "**Training steps by number of tokens.** The table lists throughput in thousands of tokens per second, and "
-        "peak memory in GiB. The backbones have four blocks of width 768 and run in bfloat16. A step consists of "
-        f"forward, backward and optimiser. {where(rows)}.",
+        "peak memory in GiB. The backbones have four blocks of width 768 and run in bfloat16. Each step runs "
+        f"the forward and backward passes and the optimiser. {where(rows)}.",
         "",
         f"![Throughput and memory by number of tokens]({PICTURES}/{LINES})",
         "",
@@ -133,7 +133,7 @@ def section(folder: Path) -> str:
 
 
 def group_works(works: Sequence[str]) -> list[list[str]]:
-    """Group workloads into usual sizes, unusual sizes, causal masks, frames, and comparisons with peers."""
+    """Group workloads by usual sizes, unusual sizes, causal masks, frames, and comparisons with peers."""
     unusual, causal, frames, theirs = (
         [work for work in works if work.startswith(prefixes)] for prefixes in (UNUSUAL, "causal", "frames", PEERS)
     )
@@ -142,7 +142,7 @@ def group_works(works: Sequence[str]) -> list[list[str]]:
 
 
 def name_work(work: str) -> str:
-    """Return the two-line label of a workload's bars."""
+    """Return the two-line label for a workload's bars."""
     return work.replace("bidirectional", "full").replace("-", "\n", 1)
 
 
@@ -222,7 +222,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plots(folder: Path) -> list[Path]:
-    """Write all plots for which there are results."""
+    """Write every plot for which there are results."""
     drawn: dict[str, tuple[Callable[[pd.DataFrame, Path], bool], pd.DataFrame]] = {
         BARS: (plot_linear, read_linear(folder)), LINES: (plot_scaling, read_scaling(folder))
     }  # fmt: skip

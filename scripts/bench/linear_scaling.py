@@ -4,11 +4,11 @@
     lrpe-md bench linear-scaling --backbones vit --tokens 4096,65536 --compiled --append
 
 As in ``scripts.bench training``, a step consists of forward under bfloat16 autocast, loss, backward, and fused AdamW.
-The backbones are the ViT on square images, the video transformer, and the DiT without text. They have few blocks, width
-768 and head_dim 64. A batch has 65,536 tokens, or a single sample if that has more. If a step runs out of memory, it is
-repeated with activation checkpointing, and the row has a note. Each row contains the median milliseconds, tokens per
-second and peak memory of a step, and is saved immediately. A measurement is skipped with a note if it runs out of
-memory or is expected to take more than --cap seconds.
+The backbones are the ViT on square images, the video transformer, and the DiT without text. They have few blocks, a
+width of 768 and head_dim 64. A batch has 65,536 tokens, or a single sample if one sample has more tokens. If a step
+runs out of memory, the step is repeated with activation checkpointing, and the row has a note. Each row contains the
+median milliseconds, tokens per second and peak memory of a step, and is saved immediately. A measurement is skipped
+with a note if it runs out of memory or is expected to take more than --cap seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOKENS = (256, 1024, 4096, 16384, 65536, 262144)
 TOKENS_A_STEP = 65536
 ATTENTIONS = {"softmax rotate": ("softmax", "rotate"), "linear cosine": ("linear", "cosine"),
               "linear rotate": ("linear", "rotate")}  # fmt: skip
-ONCE = 3.0  # seconds; steps expected to take longer are timed once
+ONCE = 3.0  # seconds; a step that is expected to take longer is timed once
 RECOMPUTED, NO_ROOM = "blocks recomputed", "does not fit into memory"
 
 
@@ -60,7 +60,7 @@ SMALL = Sizes(32, 2, 1)
 
 @dataclass(frozen=True)
 class Scaled:
-    """Backbone with a fixed number of tokens and the interface of :class:`.training.Trainee`'s workloads."""
+    """Backbone with a fixed number of tokens, in the form of a workload for :class:`.training.Trainee`."""
 
     tokens: int
     sizes: Sizes
@@ -94,7 +94,7 @@ class Scaled:
 
 
 def near_square(num: int, axes: int) -> tuple[int, ...]:
-    """Factor a power of 2 into ``axes`` ascending sizes whose ratios are at most 4."""
+    """Factor a power of 2 into ``axes`` sizes in ascending order that differ by a factor of at most 4."""
     powers = round(math.log2(num))
     return tuple(2 ** ((powers + i) // axes) for i in range(axes))
 
@@ -175,7 +175,7 @@ def measure_steps(run: Run, trainee: Trainee, expected: float) -> tuple[float, f
 
 
 def measure(run: Run, workload: Any, attention: str, batch: int, expected: float) -> dict[str, Any]:
-    """Measure one row, release all memory, and return the row's values."""
+    """Measure the values for one row, release all memory, and return the values."""
     backend = run.backend if run.device.type == "cuda" else "auto"
     found: dict[str, Any] = {}
     trainee = None
@@ -195,7 +195,7 @@ def measure(run: Run, workload: Any, attention: str, batch: int, expected: float
 
 
 def measure_sizes(run: Run, name: str, attention: str, sizes: list[int], model: Sizes, deadline: float) -> bool:
-    """Measure a backbone from few to many tokens, and return whether there was enough time."""
+    """Measure a backbone with increasing numbers of tokens, and return whether there was enough time."""
     expected, recomputed, before = 0.0, False, 0
     for tokens in sizes:
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
-"""Tune the tiles of linear attention for ``scripts.bench tune``, one for each pass and state size.
+"""Tune the tiles of linear attention for ``scripts.bench tune``. There is one tile for each pass and state size.
 
-A tile is timed in a complete forward or backward pass, in which the other kernels keep the tiles of the table.
+A tile is timed in a complete forward or backward pass. The other kernels of the pass use their tiles from the table.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lrpe_md.testing import LinearCase
 
 from .linear_measure import WORKLOADS, Inputs, make_inputs, make_pass
 
-# Elements of the state; one tile in each row of TILES.
+# Numbers of state elements. Each row of TILES has a tile for each of these numbers.
 STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "up to 24,576", "more")
-# A map and a head_dim with a state of each size.
+# A map and a head_dim for each state size.
 MAPS: tuple[tuple[Any, int], ...] = (
     ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 96), ("cosine", 128)
 )  # fmt: skip
@@ -34,10 +34,10 @@ REGISTERS = (None, 128, 160, 168, 232)
 
 
 class LinearPlace(NamedTuple):
-    """Entry of the table, which contains one tile."""
+    """Entry of the table, which holds one tile."""
 
     stage: LinearPass
-    width: int  # index into the row
+    width: int  # index in the row
 
     @property
     def row(self) -> str:
@@ -50,7 +50,7 @@ class LinearPlace(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Index into STATES. The last tile of a row is for all larger states, which the delta rule doesn't have."""
+        """Index into STATES. The last tile of a row is for all larger states; the delta rule has no such tile."""
         is_last = self.width == len(TILES[self.stage]) - 1 and self.stage is not LinearPass.DELTA_KEYS
         return len(STATES) - 1 if is_last else self.width
 
@@ -62,7 +62,7 @@ class LinearPlace(NamedTuple):
         return TILES[self.stage][self.width]
 
     def cases(self, small: bool = False) -> dict[str, LinearCase]:
-        """Return the problems to time by name. With ``small``, they use the same kernels and run fast."""
+        """Return the problems to time, by name. With ``small``, return faster problems that use the same kernels."""
         chosen, head_dim = MAPS[self.size]
         if self.stage in ONE_PASS:
             num_features = head_dim * (2 if chosen == "cosine" else 1)
@@ -83,7 +83,7 @@ class LinearPlace(NamedTuple):
         return found
 
     def shrink(self, case: LinearCase) -> LinearCase:
-        """Reduce a case to few tokens, or to as many as two passes require."""
+        """Reduce a case to few tokens, but keep enough tokens for two passes if the case needs two."""
         shape = {1: (2048,), 2: (2, 2) if self.stage in ONE_PASS else (40, 40), 3: (3, 20, 40)}[len(case.shape)]
         block = shape[1] * shape[2] if case.block else 0
         return replace(case, batch=1, heads=(1, 1), shape=shape, block=block)
@@ -103,7 +103,7 @@ class LinearPlace(NamedTuple):
 
     @contextmanager
     def in_table(self, tile: LinearTile) -> Iterator[None]:
-        """Put a tile into the table. If it does not fit the GPU, calls then fail instead of using a smaller one."""
+        """Put a tile into the table. If it does not fit the GPU, calls fail instead of using a smaller tile."""
         kept, shrink = TILES[self.stage], linear_launch.shrink
         tiles = list(kept)
         tiles[self.width] = tile

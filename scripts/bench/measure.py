@@ -28,12 +28,12 @@ PASSES = ("fwd", "bwd", "bwd_omega", "fwdbwd")
 KEY = ("mode", "op", "workload", "omega", "peer", "variant", "dtype", "head_dim", "num_tokens", "num_axes")
 COLUMNS: tuple[str, ...] = (*KEY, "p20", "p50", "p80", "min", "unit", "floor_bytes", "share", "in_budget", "note")
 COPY = "copy of as many bytes"
-TURNS = 3  # copies of the inputs that calls cycle through
+TURNS = 3  # number of input copies that calls cycle through
 HERE: tuple[str, ...] = ("copy_gbps", "gpu", "python", "torch", "triton", "timm", "commit", "date")
 
 
 class OutOfTime(Exception):
-    """Error that is raised when the time budget of --limit is spent."""
+    """Error that is raised when the time budget (--limit) is spent."""
 
 
 def release_memory(device: torch.device) -> None:
@@ -44,12 +44,12 @@ def release_memory(device: torch.device) -> None:
 
 
 def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
-    """Time calls with a cold L2 cache for about ``rep`` milliseconds, and return the GPU time of each in milliseconds.
+    """Time calls with a cold L2 cache for about ``rep`` milliseconds, and return the GPU time of each call (ms).
 
     This extends triton.testing.do_bench in two ways. First, the GPU spins between clearing the cache and the call, so
-    that the host has queued the call before it starts; otherwise the times of short kernels would include their launch
-    latency. Second, calls cycle through the functions, each with its own tensors, because data loaded with an
-    evict-last policy (as torch.compile does) stays in the cache.
+    that the host has queued the call before it starts; otherwise the times of short kernels would include the launch
+    latency. Second, calls cycle through the functions, each with its own tensors, because data that was loaded with an
+    evict-last policy (as in torch.compile's code) stays in the cache.
     """
     cache = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for fn in fns:
@@ -78,7 +78,7 @@ def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
 
 
 def device_events(fn: Callable[[], Any]) -> list[Any]:
-    """Return the GPU activities of a call (kernels, copies and fills), as the profiler reports them."""
+    """Return the GPU activities of a call (kernels, copies and fills) that the profiler reports."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         fn()
@@ -122,7 +122,7 @@ class Session:
 
     @contextmanager
     def attempt(self, **key: Any) -> Iterator[None]:
-        """Run a measurement that may fail. Record an error as a row, and release the memory."""
+        """Run a measurement that may fail. If it fails, record the error as a row. Release the memory afterwards."""
         if time.monotonic() > self.deadline:
             raise OutOfTime
         try:
@@ -139,7 +139,7 @@ class Session:
             torch.cuda.synchronize()
 
     def gpu_time(self, *fns: Callable[[], Any]) -> dict[str, Any]:
-        """Time calls that take turns, in milliseconds with a cold L2 cache. On a CPU, run each only once."""
+        """Time calls in turns with a cold L2 cache, and return milliseconds. On a CPU, run each call only once."""
         if self.device.type == "cuda":
             return {**quantiles(cold_times(fns, self.rep)), "unit": "ms"}
         times = []
@@ -151,7 +151,7 @@ class Session:
         return {**quantiles(times), "unit": "ms"}
 
     def share(self, ms: float, floor_bytes: int) -> dict[str, Any]:
-        """Return the speed for ``floor_bytes`` as a share of the copy's speed in this run."""
+        """Return the speed at which ``floor_bytes`` were moved, as a share of the copy's speed in this run."""
         return {"floor_bytes": floor_bytes, "share": floor_bytes / ms / 1e6 / self.here["copy_gbps"]}
 
     def measure_copy(self, num_elements: int) -> None:
@@ -189,8 +189,8 @@ def floor_bytes(mode: str, inputs: Inputs) -> int:
     """Return the number of bytes that a pass must read and write.
 
     If x is the size of the inputs, cosine reads x and writes 2x in the forward pass, and reads 2x and writes x in the
-    backward pass. rotate reads and writes x in both. The backward of an activation and the gradient of the frequencies
-    each read x once more.
+    backward pass. rotate reads and writes x in both passes. The backward pass of an activation and the gradient of the
+    frequencies each read x once more.
     """
     case = inputs.case
     one_way = 3 if case.map == "cosine" else 2
@@ -216,20 +216,20 @@ def time_copy(session: Session, modes: list[str], workload: str, inputs: Inputs)
 
 
 def scratch(peer: Peer, inputs: Inputs) -> Inputs:
-    """Return the inputs with clones of the tensors that the peer overwrites."""
+    """Return the inputs, with the tensors that the peer overwrites replaced by clones."""
     if peer.overwrites == "nothing":
         return inputs
     xs, grads = inputs.xs, inputs.grads
     if peer.overwrites == "all":  # the peer overwrites inputs that are contiguous as (B, N, H, D)
         xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
         xs = [x.clone() if x.data_ptr() == y.data_ptr() else x for x, y in zip(xs, inputs.xs, strict=True)]
-    else:  # the peer copies q and k from a packed projection, but overwrites contiguous ones
+    else:  # the peer copies q and k from a packed projection, but overwrites contiguous q and k
         xs = [x.clone() if x.transpose(1, 2).is_contiguous() else x for x in xs]
     return replace(inputs, xs=xs, grads=[g.clone() for g in grads])
 
 
 def make_pass(mode: str, forward: Forward, inputs: Inputs) -> Callable[[], Any]:
-    """Build a pass to time. Each backward pass is torch.autograd.grad on a retained graph."""
+    """Build a function to time. A backward pass calls torch.autograd.grad on a retained graph."""
     if mode == "fwd":
         xs = tuple(x.detach() for x in inputs.xs)
         omega = inputs.omega.detach()
@@ -244,12 +244,12 @@ def make_pass(mode: str, forward: Forward, inputs: Inputs) -> Callable[[], Any]:
 
 
 class Judge:
-    """Checks of results against the error budget, for the first and last head of the first and last sample."""
+    """Checks results against the error budget, using the first and last head of the first and last sample."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.samples = sorted({0, len(inputs.xs[0]) - 1})
-        omega = inputs.omega[sorted({0, len(inputs.omega) - 1})]  # for the first and last head of the slice
+        omega = inputs.omega[sorted({0, len(inputs.omega) - 1})]  # of the first and last head of the slice
         part = replace(
             inputs,
             xs=[*map(self.slice_corners, inputs.xs)],
@@ -264,7 +264,7 @@ class Judge:
         return t.detach()[self.samples][:, sorted({0, t.shape[1] - 1})]
 
     def add_omega(self) -> None:
-        """Compute the exact gradient of omega over all samples, in parts to save memory."""
+        """Compute the exact gradient of omega over all samples. This is done in parts to save memory."""
         if "domega" in self.exact:
             return
         inputs = self.inputs
@@ -280,7 +280,7 @@ class Judge:
         self.exact["domega"] = total
 
     def violations(self, peer: Peer, forward: Forward, mode: str) -> list[str]:
-        """Return a pass's violations of the error budget, for the same inputs that will be timed."""
+        """Run a pass on the inputs that will be timed, and return its violations of the error budget."""
         if mode == "bwd_omega":
             self.add_omega()
         names = [f"{'y' if mode == 'fwd' else 'dx'}{i}" for i in range(len(self.inputs.xs))]
@@ -299,7 +299,7 @@ def time_peer(
     session: Session, modes: list[str], workload: str, name: str, peer: Peer, inputs: Inputs, *, variant: str = "",
     judge: Judge | None = None, label: str | None = None,
 ) -> None:  # fmt: skip
-    """Time all passes of a peer on one problem. For a pass outside of the error budget, only record the violation."""
+    """Time all passes of a peer on one problem. If a pass violates the error budget, record only the violation."""
     case = inputs.case
     if peer.adapt is not None:
         inputs, judge = peer.adapt(inputs), None

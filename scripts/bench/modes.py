@@ -1,4 +1,4 @@
-"""Other measurements of ``bench operators``, such as host time, first compile, memory, accuracy and scaling."""
+"""Other measurements in ``bench operators``: host time, first compile, memory, accuracy and scaling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCALING_PEERS = (OURS, "torch.compile, tables", "torch.compile, angles", "timm, 
 
 
 def variants(op: str, workload: Workload) -> dict[str, dict[str, Any]]:
-    """Return variants of a call, each named after its difference from the plain call."""
+    """Return variants of a call, each named after how it differs from the plain call."""
     found: dict[str, dict[str, Any]] = {"coordinates (N, K)": {"coords": "shared"}}
     found |= {f"act {act}": {"act": act} for act in ("relu", "silu", "softplus")}
     found["act softmax"] = {"act": "softmax", "dim": -1}
@@ -66,7 +66,7 @@ def measure_variants(session: Session, modes: list[str], op: Any, name: str, wor
 def host_times(
     fns: Sequence[Callable[[], Any]], blocks: int, calls: int, synchronize: Callable[[], Any]
 ) -> list[list[float]]:
-    """Return the microseconds per call of each function, for each block of calls between synchronisations.
+    """Return each function's microseconds per call for each block of calls between two synchronisations.
 
     The functions take turns, so that machine noise affects all of them equally.
     """
@@ -99,7 +99,7 @@ class Listener:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.calls = kernel, []
-        self.pre_run_hooks = [None]  # with a hook, the launcher goes through the kernel at every launch
+        self.pre_run_hooks = [None]  # with a hook, the launcher calls the kernel at every launch
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class Listener:
 
 
 def raw_launch(inputs: Inputs) -> Callable[[], Any]:
-    """Return a function that only allocates outputs and launches the forward kernel through Triton."""
+    """Return a function that only allocates the outputs and launches the forward kernel with Triton's launcher."""
     from lrpe_md.engine.encode import launch
 
     kernel = launch.lrpe_kernel
@@ -184,7 +184,7 @@ def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Te
 
 
 def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int) -> None:
-    """Compare ways to call lrpe-md, on inputs so small that the GPU waits for the host."""
+    """Compare ways to call lrpe-md. The inputs are so small that the GPU waits for the host."""
     inputs = large_inputs(SMALL.case(op), session.device)
     xs, omega = tuple(inputs.xs), inputs.omega
     leaves = tuple(x.detach().requires_grad_() for x in xs)
@@ -251,7 +251,7 @@ for op in sys.argv[1:]:
 
 
 def first_calls(*ops: str) -> list[float]:
-    """Return the seconds for Triton's start-up and each operator's first call, with an empty Triton cache."""
+    """Return the seconds that Triton's start-up and each operator's first call take with an empty Triton cache."""
     root = Path(lrpe_md.__file__).parents[1]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as empty:
@@ -265,7 +265,7 @@ def first_calls(*ops: str) -> list[float]:
 
 
 def measure_compile(session: Session, op: str, repeats: int) -> None:
-    """Measure the first compile and a second one, in new processes with an empty Triton cache."""
+    """Measure a first and a second compile, in new processes with an empty Triton cache."""
     key = {"mode": "compile", "op": op, "peer": OURS, "dtype": "bfloat16", "head_dim": 64}
     if session.device.type != "cuda":
         session.add(**key, note="needs a GPU")
@@ -287,7 +287,7 @@ def measure_compile(session: Session, op: str, repeats: int) -> None:
 def measure_memory(session: Session, workload: str, name: str, peer: Peer, inputs: Inputs, with_omega: bool) -> None:
     """Measure the memory that calls need besides inputs: the peak, and what is saved for the backward pass.
 
-    Outputs don't count as saved. The minimum is y and dx for the peak, and zero for the saved memory.
+    Outputs don't count as saved. The minimum peak is the size of y and dx, and the minimum of saved memory is zero.
     """
     variant = "with frequencies" if with_omega else ""
 
@@ -370,7 +370,7 @@ def measure_accuracy(session: Session, num: int = 4096, channels: int = 32) -> N
 
 
 def measure_scaling(session: Session, op: Any, name: str, peer: Peer, exponents: list[int]) -> None:
-    """Time the forward pass of one sample with 8 heads of 64 channels, for N = 2^e tokens on one and two axes."""
+    """Time the forward pass of one sample with 8 heads of 64 channels, for N = 2^e tokens on one and on two axes."""
     for num_axes in (1, 2):
         for e in exponents:
             shape = (2**e,) if num_axes == 1 else (2 ** (e // 2), 2 ** (e - e // 2))

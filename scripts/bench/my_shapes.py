@@ -1,12 +1,13 @@
-"""Compare lrpe-md with torch.compile, timm and the other libraries you have installed, on your GPU and at your sizes.
+"""Compare lrpe-md with torch.compile, timm and other libraries that you have installed, on your GPU at your sizes.
 
     lrpe-md bench my-shapes --batch 8 --heads 24 --grid 21x45x80 --head-dim 128
     lrpe-md bench my-shapes --batch 8 --heads 32 --kv-heads 8 --grid 8192 --pairs interleaved
     lrpe-md bench my-shapes --batch 64 --heads 12 --grid 14x14 --prefix 1 --learned --linear --layers 12
 
-This takes about a minute and works like `bench operators` and `bench linear`. Each result is checked against float64
-before it is timed, and times are medians of GPU time with a cold L2 cache. Peers that use tables get precomputed ones.
-The results are written to a CSV (two with --linear), with versions, GPU and commit in each row, and to a plot.
+The comparison takes about a minute, and works like `bench operators` and `bench linear`. Each result is checked against
+float64 before it is timed, and times are medians of GPU time with a cold L2 cache. Peers that use tables get
+precomputed tables. The results are written to a CSV (two with --linear), with versions, GPU and commit in each row, and
+to a plot.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ PASS_NAMES = {
     "fwd": "forward", "bwd": "backward", "bwd_omega": "backward with ω", "forward": "forward", "backward": "backward",
     "backward_omega": "backward with ω",
 }  # fmt: skip
-COLD = 2**30  # size of a call's tensors, in bytes, that evicts everything from the caches
-SOFTMAX = 1e14  # largest forward, in operations, at which softmax attention is timed
+COLD = 2**30  # bytes; a call with tensors of this size evicts everything else from the caches
+SOFTMAX = 1e14  # softmax attention is only timed if its forward pass needs at most this many operations
 STAND_IN = "lrpe-md's reference in torch"
 FLOOR = "a copy of as many bytes"
 NAMES = {  # display names of implementations
@@ -75,7 +76,7 @@ class Shapes(Workload):
         )  # fmt: skip
 
     def bytes_needed(self, map: str) -> tuple[int, int]:
-        """Return the number of bytes of a call's inputs, outputs and gradients, and the number of bytes of q."""
+        """Return the size in bytes of a call's inputs, outputs and gradients together, and the size of q."""
         case = self.case(map)
         token = self.batch * self.num_tokens * torch.empty(0, dtype=self.dtype).element_size()
         wide = 2 * sum(case.heads) * case.out_dim  # y and its gradient
@@ -89,7 +90,7 @@ class Shapes(Workload):
 
 
 class Time(NamedTuple):
-    """Measurement for table and plot. ``ms`` is None if it was not measured."""
+    """Measurement for the table and the plot. ``ms`` is None if the time was not measured."""
 
     what: str
     peer: str
@@ -110,7 +111,7 @@ class Found:
         return list(dict.fromkeys(each.which for each in self.times if each.what == what))
 
     def by_peer(self, what: str) -> dict[str, dict[str, Time]]:
-        """Return the times of an operation by peer and pass, starting with lrpe-md, then from fastest to slowest."""
+        """Return the times of an operation by peer and pass. lrpe-md comes first, then the peers from fast to slow."""
         peers: dict[str, dict[str, Time]] = {}
         for each in self.times:
             if each.what == what:
@@ -159,7 +160,7 @@ def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer],
 
 
 def check_memory(shapes: Shapes, maps: list[str], free: int) -> int:
-    """Return how many copies of the inputs calls cycle through, and reject sizes that don't fit into memory."""
+    """Return the number of input copies for calls to cycle through, and reject sizes that don't fit into memory."""
     needed, one = max(shapes.bytes_needed(each) for each in maps)
     if needed > free:
         fits = shapes.batch * free // needed
@@ -179,7 +180,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def measure_operators(session: Session, shapes: Shapes, maps: list[str], learned: bool, peers: dict[str, Peer]) -> None:
-    """Measure lrpe-md with each map and then the peers, in case the time runs out."""
+    """Measure lrpe-md with each map, and then the peers. lrpe-md comes first in case the time runs out."""
     passes, kind = (["fwd", "bwd_omega"], "per-head") if learned else (["fwd", "bwd"], "shared")
     ours = {name: peer for name, peer in peers.items() if name in (OURS, STAND_IN)}
     for group in (ours, {name: peer for name, peer in peers.items() if name not in ours}):
@@ -264,7 +265,7 @@ def in_text(one: Time | None, ours: Time | None) -> str:
 
 
 def plot(found: Found, path: Path, title: str) -> bool:
-    """Plot a panel per operation with one bar per peer, in which the backward pass is stacked on the forward."""
+    """Plot a panel per operation with one bar per peer. The backward pass is stacked on the forward pass."""
     panels: dict[str, dict[str, dict[str, Time]]] = {}
     for what in found.whats:
         whole = {n: times for n, times in found.by_peer(what).items() if total(times, found.passes(what)) < math.inf}
@@ -359,7 +360,7 @@ def main(
     if map == "cosine" and pairs != "half":
         raise typer.BadParameter(f"--pairs {pairs}: only works with --map rotate; leave it out")
     if linear_too and (shapes.key_heads or pairs != "half"):
-        raise typer.BadParameter("--linear: expected --pairs half and no --kv-heads; leave those options out")
+        raise typer.BadParameter("--linear: only supports --pairs half, without --kv-heads; leave those options out")
     free = free_memory(where)
     turns = check_memory(shapes, maps, free)
     copied = 2**20 if where.type == "cpu" else 2**30 if free > 2**33 else 2**26  # elements
@@ -367,7 +368,7 @@ def main(
     console, progress = Console(highlight=False), Console(stderr=True, width=160, soft_wrap=True)
     for text in messages:
         console.print(text, markup=False, soft_wrap=True)
-    functorch_config.donated_buffer = False  # graphs are differentiated many times
+    functorch_config.donated_buffer = False  # a graph is differentiated many times
     out = out or unused_path(Path("my-shapes.csv"))
     session = Session(out, where, start + limit, rep, True, environment(where, commit), progress, turns)
     run = None

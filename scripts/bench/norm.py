@@ -1,15 +1,15 @@
 """Benchmark rotation fused with a norm of q and k against a copy and PyTorch implementations, and write a CSV.
 
-    lrpe-md bench norm                                  the workloads, over a head and over all heads
+    lrpe-md bench norm                                  all workloads, over each head and over all heads
     lrpe-md bench norm --workload wan --over heads
     lrpe-md bench norm --impl "lrpe-md;norm, then lrpe-md" --limit 300
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
-inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move. In units of the
-size of q and k, these are 2 for the forward pass (read and write), 3 for the backward pass (which also reads the
-outputs' gradients), and 5 for both. The pass "backward" computes the gradients of q, k and γ, and "backward_omega" also
-computes that of ω. Before timing, values and gradients of a small case are checked against float64. Implementations
-with wrong results are not timed.
+inputs. A share is the speed relative to a copy of 2 GiB in the same run, counting the bytes that must be moved. In
+units of the size of q and k, the forward pass moves 2 (read and write), the backward pass moves 3 (it also reads the
+outputs' gradients), and both together move 5. The pass "backward" computes the gradients of q, k and γ, and
+"backward_omega" also computes the gradient of ω. Before timing, values and gradients of a small case are checked
+against float64. Implementations with wrong results are not timed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def build_plain(inputs: Inputs) -> Encode:
 
 
 def build_liger(inputs: Inputs) -> Encode:
-    """Apply Liger's RMSNorm, and then its rotation in place."""
+    """Apply Liger's RMSNorm, and then Liger's rotation in place."""
     liger_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     liger_rotate = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
     cos, sin = (torch.cat([t, t], dim=-1)[None].to(BF16) for t in inputs.cos_sin)
@@ -199,7 +199,7 @@ def shrink(case: Case) -> Case:
 
 def main(
     workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
-    over: Annotated[str | None, typer.Option(help=f"Norm over: {', '.join(OVER)}. (default: both)")] = None,
+    over: Annotated[str | None, typer.Option(help=f"Scope of the norm: {', '.join(OVER)}. (default: both)")] = None,
     impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. (default: all)")] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,

@@ -1,15 +1,15 @@
 """Benchmark the operators against a copy and other implementations, and write a CSV.
 
-    lrpe-md bench operators --peers lrpe-md                      lrpe-md's passes on three workloads
-    lrpe-md bench operators --peers lrpe-md --variants           and activations, dtypes, widths, coordinates
+    lrpe-md bench operators --peers lrpe-md                      all passes of lrpe-md on three workloads
+    lrpe-md bench operators --peers lrpe-md --variants           also activations, dtypes, widths, coordinates
     lrpe-md bench operators --modes host,compile,memory,accuracy
     lrpe-md bench operators --modes scaling --op rotate          time against N, from 2^8 to 2^20
     lrpe-md bench operators --workload video --liger DIR --flash-attn DIR --xopes DIR --out FILE.csv
 
 Times are medians of GPU time with a cold L2 cache, and calls are queued in advance. A share is the speed relative to a
-copy of 2 GiB in the same run, for the bytes that must move. Each result is compared with float64 first. A result
-outside of the error budget of lrpe_md.testing is recorded with its violation, and not timed. You can measure each mode
-and each workload in a separate run. `make results` writes docs/results/performance.md from
+copy of 2 GiB in the same run, counting the bytes that must be moved. Each result is compared with float64 first. If a
+result violates the error budget of lrpe_md.testing, the violation is recorded, and the pass is not timed. You can
+measure each mode and each workload in a separate run. `make results` writes docs/results/performance.md from
 scripts/results/benchmark-*.csv.
 """
 
@@ -45,7 +45,7 @@ ALL_WORKLOADS = {**WORKLOADS, **TEXT_WORKLOADS}
 
 
 def choose_in_order(option: str, wanted: str | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
-    """Split a list at semicolons, or at commas if no name contains one, and sort it in the order of ``known``."""
+    """Split a list at semicolons, or at commas if no name contains a comma, and sort the names as in ``known``."""
     known = list(known)
     if wanted is None:
         return list(default)
@@ -55,7 +55,7 @@ def choose_in_order(option: str, wanted: str | None, known: Iterable[str], defau
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Return the machine, versions and commit of a run, without host names or paths."""
+    """Return the machine, versions and commit of a run. Host names and paths are left out."""
     return {
         "copy_gbps": None,
         "gpu": gpu_name(device) or "cpu",
@@ -120,7 +120,7 @@ class Plan:
 
 
 def load_peers(folders: dict[str, Path | None]) -> tuple[dict[str, Peer], dict[str, str]]:
-    """Load all peers, including those in the folders, and return them with the errors of those that failed."""
+    """Load all peers, including those in the folders. Return the peers, and the errors of those that failed to load."""
     known, broken = dict(PEERS), {}
     for name, root in folders.items():
         if root is not None:
@@ -145,7 +145,7 @@ def main(
     ] = None,
     omega: Annotated[str | None, typer.Option(help=f"Frequencies: {', '.join(OMEGAS)}. (default: all)")] = None,
     modes: Annotated[str | None, typer.Option(help=f"Modes: {', '.join(MODES)}. (default: the first three)")] = None,
-    peers: Annotated[str | None, typer.Option(help="Peers, separated by semicolons; a bad name lists all.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Peers, separated by semicolons; a wrong name lists all.")] = None,
     variants: Annotated[bool, typer.Option("--variants", help="Also measure variants of lrpe-md's passes.")] = False,
     liger: Annotated[
         Path | None, typer.Option(help="Liger-Kernel checkout, or the folder that contains its package.")
@@ -208,7 +208,7 @@ def measure_passes(session: Session, plan: Plan, peers: dict[str, Peer]) -> None
 
 
 def measure_all(session: Session, plan: Plan) -> None:
-    """Make all measurements, starting with lrpe-md's in case the time runs out."""
+    """Make all measurements. lrpe-md comes first, in case the time runs out."""
     measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name == OURS})
     if plan.variants and plan.passes:
         for name, workload in plan.workloads.items():
@@ -239,7 +239,7 @@ def measure_all(session: Session, plan: Plan) -> None:
 def run_passes(
     session: Session, passes: list[str], name: str, work: Workload, op: Any, kind: str, peers: dict[str, Peer]
 ) -> None:
-    """Measure all suitable peers on one problem, for which inputs and float64 results are computed only once."""
+    """Measure all suitable peers on one problem. The inputs and float64 results are computed only once."""
     fitting = {n: p for n, p in peers.items() if takes(p, op, name) and (kind == "shared" or p.per_head)}
     if not passes or not fitting:
         return

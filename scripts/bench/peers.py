@@ -1,9 +1,9 @@
-"""Inputs of ``scripts.bench operators``, lrpe-md's operators, and adapters for other implementations.
+"""Inputs for ``scripts.bench operators``, calls of lrpe-md's operators, and adapters for other implementations.
 
 All peers compute the same function of the same inputs. For rotate, q and k (B, H, N, D) are slices of a packed
-projection (B, N, 3, H, D). With grouped queries, they come from separate projections (B, N, H, D). For cosine, x is
-contiguous. If a peer needs tables, they are computed once before timing. If it needs contiguous tensors, the copies are
-timed.
+projection (B, N, 3, H, D). With grouped queries, q and k come from separate projections (B, N, H, D). For cosine, x is
+contiguous. If a peer needs tables, they are computed once before timing. If a peer needs contiguous tensors, the copies
+are timed.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Peer:
     build: Callable[[Inputs], Forward]
     maps: tuple[str, ...] = ("cosine", "rotate")
     per_head: bool = True  # supports frequencies per head
-    omega_grad: bool = False  # computes their gradient
+    omega_grad: bool = False  # computes the gradient of the frequencies
     compiled: bool = False
     overwrites: Literal["nothing", "grads", "all"] = "nothing"
     adapt: Callable[[Inputs], Inputs] | None = None  # converts the inputs to the nearest supported call
     text: bool = False  # compared only on text
-    pairs: tuple[str, ...] = ("half",)  # pairs that its rotation supports
+    pairs: tuple[str, ...] = ("half",)  # layouts of pairs that the rotation supports
     note: str = ""
 
 
 def large_inputs(case: Case, device: torch.device) -> Inputs:
-    """Create inputs on the device. Shared frequencies are axial, slowest axis first, and per-head ones are dense."""
+    """Create inputs on the device. Shared frequencies are axial, slowest axis first. Per-head frequencies are dense."""
     generator = torch.Generator(device).manual_seed(case.seed)
     options: dict[str, Any] = {"generator": generator, "device": device}
     grid = Grid(case.shape, case.prefix)
@@ -64,7 +64,7 @@ def large_inputs(case: Case, device: torch.device) -> Inputs:
     else:
         xs = [torch.randn(batch, heads, num_tokens, case.head_dim, dtype=case.dtype, **options)]
     grads = []
-    for x, h in zip(xs, case.heads, strict=True):  # with the memory layout of the outputs
+    for x, h in zip(xs, case.heads, strict=True):  # in the memory layout of the outputs
         tokens_first = case.grad_layout == "bnhd"
         size = (batch, num_tokens, h) if tokens_first else (batch, h, num_tokens)
         grad = torch.randn(*size, case.out_dim, dtype=case.dtype, **options)
@@ -90,7 +90,7 @@ def shared_theta(case: Case) -> Tensor:
 
 
 def kernels(inputs: Inputs) -> Forward:
-    """Return a call of the kernels or, on a CPU, of the reference."""
+    """Return a function that calls the kernels or, on a CPU, the reference."""
     return bind(inputs, "triton" if inputs.omega.is_cuda else "reference")
 
 
@@ -99,14 +99,14 @@ def torch_eager(inputs: Inputs) -> Forward:
 
 
 def make_call(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor) -> Call:
-    """Build the description of a call that internal functions expect."""
+    """Build the call description that internal functions expect."""
     case: Any = inputs.case
     options = Options(case.map, case.act, case.dim, case.pairs, case.rotary_dim)
     return validate(options, xs, omega, inputs.positions)
 
 
 def cached(inputs: Inputs) -> Forward:
-    """Return a call of the kernels that saves the angles for the backward pass."""
+    """Return a function that calls the kernels and saves the angles for the backward pass."""
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
         call = make_call(inputs, xs, omega)
@@ -120,7 +120,7 @@ def cached(inputs: Inputs) -> Forward:
 
 
 def tables(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return cos Θ and sin Θ (H or 1, N, C) with float32 accuracy."""
+    """Return cos Θ and sin Θ (H or 1, N, C), accurate to float32 precision."""
     assert isinstance(inputs.positions, Grid)
     coords = inputs.positions.coordinates(inputs.omega.device)
     theta = reference.angles(coords, inputs.omega.double())  # prefix tokens are at the origin
@@ -154,13 +154,13 @@ def torch_tables(inputs: Inputs) -> Forward:
 
 
 def by_tensor(inputs: Inputs, *ts: Tensor) -> list[tuple[Tensor, ...]]:
-    """Repeat tables (H, ..) that groups of heads share, to one table per head of q and of k."""
+    """Repeat tables (H, ..), each shared by a group of heads, so that each head of q and of k has its own table."""
     num = [h if inputs.case.omega_heads > 1 else 1 for h in inputs.case.heads]
     return [tuple(t if len(t) == n else t.repeat_interleave(n // len(t), 0) for t in ts) for n in num]
 
 
 def rotate_half(inputs: Inputs) -> Forward:
-    """Rotate as transformers does, with x cos + [-x_2, x_1] sin and tables for all channels, but in float32."""
+    """Rotate as transformers does (x cos + [-x_2, x_1] sin, with tables for all channels), but in float32."""
     ready = by_tensor(inputs, *(torch.cat([t, t], dim=-1) for t in tables(inputs)))
 
     def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def compile_forward(build: Callable[[Inputs], Forward]) -> Callable[[Inputs], Fo
 
 
 def timm(inputs: Inputs) -> Forward:
-    """Rotate as timm's attention does, which splits off prefix tokens and concatenates them again."""
+    """Rotate like timm's attention, which splits off prefix tokens and concatenates them again."""
     from timm.layers import apply_rot_embed_cat  # pyright: ignore[reportPrivateImportUsage]
 
     cos, sin = tables(inputs)
@@ -206,7 +206,7 @@ def timm(inputs: Inputs) -> Forward:
 
 
 def load_file(name: str, root: Path, *places: str) -> Any:
-    """Load a module from its file without importing its package, whose dependencies may be missing."""
+    """Load a module from a file without importing the package, because dependencies of the package may be missing."""
     for place in places:
         if (root / place).exists():
             spec = importlib.util.spec_from_file_location(name, root / place)
@@ -222,7 +222,7 @@ def load_file(name: str, root: Path, *places: str) -> Any:
 def flash_attn(root: Path) -> dict[str, Peer]:
     rotary = load_file("flash_attn_rotary", root, "flash_attn/ops/triton/rotary.py", "ops/triton/rotary.py")
 
-    class Rotary(torch.autograd.Function):  # the package's autograd function needs its CUDA extension
+    class Rotary(torch.autograd.Function):  # the package's own autograd function requires the CUDA extension
         @staticmethod
         def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
             ctx.save_for_backward(cos, sin)
@@ -273,7 +273,8 @@ def liger(root: Path) -> dict[str, Peer]:
 
 
 def xopes(root: Path) -> dict[str, Peer]:
-    # The packages import all of their modules. Empty stand-ins avoid this, so that only three modules are loaded.
+    # The packages import all of their modules. Empty stand-in packages avoid this, so that only three modules are
+    # loaded.
     for name in (
         "",
         "ops",

@@ -1,4 +1,4 @@
-"""A nearly empty kernel as a PyTorch operator, to measure the launch overhead in a compiled program."""
+"""A trivial copy kernel as a PyTorch operator, to measure the launch overhead in a compiled program."""
 
 import torch
 import triton
@@ -24,7 +24,7 @@ def copy_two_kernel(p_q, p_k, p_omega, p_a, p_b, size, BLOCK: tl.constexpr):
 
 @torch.library.triton_op("lrpe_md_bench::copy_two", mutates_args=())
 def copy_two(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for q and k, with as many tensor arguments as lrpe-md's operator."""
+    """Copy q and k. The kernel has the same number of tensor arguments as lrpe-md's operator."""
     a, b = torch.empty_like(q), torch.empty_like(k)
     grid = (triton.cdiv(q.numel(), BLOCK),)
     torch.library.wrap_triton(copy_two_kernel)[grid](q, k, omega, a, b, q.numel(), BLOCK=BLOCK)

@@ -1,4 +1,4 @@
-"""Write the pages and plots of docs/results about speed and adapted models, from scripts/results.
+"""Write the pages and plots in docs/results about speed and adapted models, from the files in scripts/results.
 
     make results                  or lrpe-md bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
 
@@ -34,12 +34,12 @@ PASS_NAMES: dict[str, str] = dict(
     zip(PASSES, ("forward", "backward", "backward with ω", "forward + backward"), strict=True)
 )
 WAYS = ("forward, no gradient", "forward, gradient", "forward and backward")
-BARS = 8  # most bars of a group in a plot
+BARS = 8  # maximum number of bars per group in a plot
 NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "floor_bytes", "share", "copy_gbps")
 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
-    """Read the latest row of each measurement on one GPU, which is by default the GPU with the most rows."""
+    """Read the latest row of each measurement on one GPU. The default is the GPU with the most rows."""
     files = sorted(file for file in folder.glob("benchmark-*.csv") if file.name not in (linear_report.LINEAR, *PIVOTS))
     frames = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in files]
     if not frames:
@@ -52,13 +52,13 @@ def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
 
 
 def ordered(values: Any) -> list[Any]:
-    """Return the unique values. Workloads and peers are in the benchmark's order, others in order of appearance."""
+    """Return the unique values: workloads and peers in the benchmark's order, others in order of appearance."""
     found = dict.fromkeys(values)
     return list(dict.fromkeys([*(v for v in (*WORKLOADS, *PEERS, "cosine", "rotate") if v in found), *found]))
 
 
 def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str:
-    """Return the only value of the rows, ✗ if it is outside of the error budget, or "" if there is none."""
+    """Format the only value in the rows. Return ✗ if it violates the error budget, or "" if there is no value."""
     measured: Any = rows.dropna(subset=["p50"])
     if len(measured):
         last = measured.iloc[-1]
@@ -70,7 +70,7 @@ def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str
 
 
 def render(rows: pd.DataFrame) -> str:
-    """Render the section as markdown, or as an empty string if nothing was measured."""
+    """Render the results as markdown. Return an empty string if nothing was measured."""
     if not len(rows):
         return ""
     one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton")}
@@ -80,7 +80,7 @@ def render(rows: pd.DataFrame) -> str:
     copies: Any = rows[rows["mode"] == "copy"].floor_bytes
     if len(copies):
         speed = " to ".join(ordered(f"{v:,.0f}" for v in (speeds.min(), speeds.max())))
-        lines += [f"A copy of {copies.iloc[-1] / 2**31:.2g} GiB of bfloat16 reads and writes {speed} GB/s."]
+        lines += [f"Copying {copies.iloc[-1] / 2**31:.2g} GiB of bfloat16 reads and writes memory at {speed} GB/s."]
     lines += [""]
     for part in (passes, variants, scaling, host, first_compile, memory, accuracy, left_out):
         lines += part(rows)
@@ -88,8 +88,8 @@ def render(rows: pd.DataFrame) -> str:
 
 
 WORDS = """
-A workload describes a batch: the grid, the prefix tokens, the batch size, the heads and the head_dim. The share of the
-copy's speed is the achieved bandwidth (bytes that must move, over time) relative to the bandwidth of a large copy.
+A workload describes a batch: the grid, the prefix tokens, the batch size, the heads and the head_dim. Speeds are shares
+of a copy's speed. The share is the bandwidth (bytes that must move, divided by time), relative to that of a large copy.
 """
 
 
@@ -102,7 +102,7 @@ def workloads() -> str:
 
 
 def adapters(folder: Path) -> str:
-    """Report which models `adapt_rotary` supports, and why it rejects the others."""
+    """Report which models `adapt_rotary` supports, and why it rejects the other models."""
     parts: list[str] = []
     counts: list[list[str]] = []
     for file in sorted(folder / f"{library}.csv" for library in LIBRARIES):
@@ -127,11 +127,11 @@ def adapters(folder: Path) -> str:
 CHANGES = """
 ## Modified models
 
-Each modification is made to a model before `adapt_rotary` in one test, and after it in another. Both tests compare the
-model with an original that has the same modification. The table counts the outcomes, except where a modification does
-not apply to a model. `unstable` means that the modified original does not reproduce its own outputs, because it reads
-weights that an offload has not loaded. `rejected` means that `adapt_rotary` raises, and `error` that only the adapted
-model does.
+One test modifies a model before `adapt_rotary`, and another test modifies it afterwards. Both tests compare the model
+with an original that has the same modification. The table counts the outcomes for all models to which a modification
+applies. `rejected` means that `adapt_rotary` raises an error, and `error` that only the adapted model raises one.
+`unstable` means that the modified original does not reproduce its own outputs, because it reads weights that are still
+offloaded.
 """
 OUTCOMES = ("same", "refused", "different", "error", "unstable")
 
@@ -150,7 +150,7 @@ def changes(file: Path) -> str:
 
 
 def group_names(names: list[str]) -> list[list[str]]:
-    """Group names in a row for each first letter or, for timm's vit_base_patch16_.., for each size."""
+    """Group names into one row per first letter or, for timm's vit_base_patch16_.., one row per model size."""
     rows: dict[str, list[str]] = {}
     for name in sorted(names, key=str.lower):
         group = "_".join(name.split("_")[:2]) if "_patch" in name else name[0].upper()
@@ -170,32 +170,33 @@ class Pivot(NamedTuple):
 
 PIVOTS = {
     "benchmark-norm.csv": Pivot(
-        "**RMS norm and rotation of q and k.** The table lists the share of the copy's speed, and milliseconds in "
-        "brackets. The forward must move twice the bytes of q and k, and the backward three times. The norm is "
-        "over the channels of one head or of all heads.",
+        "**RMS norm and rotation of q and k.** The table lists the share of a copy's speed, with milliseconds in "
+        "brackets. The forward pass must move twice the bytes of q and k, and the backward pass three times. The norm "
+        "covers the channels of one head or of all heads.",
         ("over", "pass", "workload"), "share", 2, "ms",
     ),
     "benchmark-decode.csv": Pivot(
-        "**A decoding step** rotates q and k, and stores k and v in the cache. Times are in milliseconds: on the GPU, "
-        "in a CUDA graph, and on the CPU. On a shared machine, CPU times vary, so single ones can be far too high.",
+        "**A decoding step** rotates q and k, and stores k and v in the cache. The table lists the time in "
+        "milliseconds on the GPU, in a CUDA graph and on the CPU. On a shared machine, CPU times vary, so single "
+        "ones can be far too high.",
         ("measure", "workload"), "ms", 4,
     ),
     "benchmark-compiled.csv": Pivot(
-        "**A compiled call with q and k.** The table lists its CPU time in microseconds, and the CPU time of a "
+        "**A compiled call with q and k.** The table lists its CPU time in microseconds, next to that of a "
         "`triton_op` with the same number of arguments.",
         ("map", "pass"), "p50", 0,
     ),
 }  # fmt: skip
 
 
-CASES = {  # values in the files: words in the tables
+CASES = {  # from values in the files to words in the tables
     "backward_omega": "backward with ω", "both": "forward and backward", "head": "one head", "heads": "all heads",
     "gpu": "GPU", "graph": "CUDA graph", "host": "CPU",
 }  # fmt: skip
 
 
 def pivot(file: Path) -> str:
-    """Render the table of a file, and a line about where it was measured."""
+    """Render a file as a table, followed by a line about the machine and versions."""
     if not file.is_file():
         return ""
     shown = PIVOTS[file.name]
@@ -219,8 +220,8 @@ def pivot(file: Path) -> str:
 
 HOST_TESTS = (
     "`python -m scripts.host_tests` runs the libraries' own tests of these models twice: with the original models, and "
-    "with models adapted on construction. {passed:,} tests pass with the originals, and {worse} of them fail with "
-    "adapted models. {adapted:,} tests used an adapted model. The other tests don't build a model."
+    "with models that are adapted on construction. {passed:,} tests pass with the originals, and {worse} of them fail "
+    "with adapted models. {adapted:,} tests use an adapted model, and the other tests don't build a model."
 )
 
 
@@ -253,11 +254,12 @@ def host_tests(file: Path) -> str:
         ]
         for row in rows.itertuples()
     ]  # fmt: skip
-    return "\n".join(["## The libraries' own tests", "", text, "", "; ".join(of) + ".", "", *table(head, lines)])
+    versions = f"We ran {' and '.join(of)}."
+    return "\n".join(["## The libraries' own tests", "", text, "", versions, "", *table(head, lines)])
 
 
 def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
-    """Render all pages that have results, by file name."""
+    """Render all pages that have results, and return them by file name."""
     speed = render(rows), counters(folder / "counters.csv")
     others = [pivot(folder / name) for name in PIVOTS]
     found = {
@@ -307,12 +309,12 @@ def passes(rows: pd.DataFrame) -> list[str]:
         return []
     wrong = (plain.in_budget == "False").any()
     lines = [
-        "The tables list shares of the copy's speed: medians in bfloat16 with a cold L2 cache. For each element of q "
-        "and k, cosine must move 3 elements and rotate 2. The gradient of the frequencies ω adds one. For rotate, "
+        "The tables list median speeds as shares of a copy's speed, in bfloat16 with a cold L2 cache. For each element "
+        "of q and k, cosine must move 3 elements and rotate 2. The gradient of the frequencies ω adds one. For rotate, "
         "q and k are slices of a packed projection. If a library has to copy them, its time includes the copy. Tables "
-        "of cos and sin are precomputed. The backward is `torch.autograd.grad` on a retained graph. "
+        "of cos and sin are precomputed. The backward pass is `torch.autograd.grad` on a retained graph. "
         f"{'✗ marks results outside the error budget. ' if wrong else ''}"
-        "A copy of the same number of bytes shows what share a plain copy reaches at this size.",
+        "A copy of as many bytes shows what share a plain copy reaches at this size.",
         "",
         f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",
@@ -336,7 +338,7 @@ def variants(rows: pd.DataFrame) -> list[str]:
         mine = part[part.op == op]
         names = {variant or "as above": mine.variant == variant for variant in sorted(ordered(mine.variant), key=bool)}
         lines += [
-            f"**{op}** with other arguments. The backward of an activation reads x again.",
+            f"**{op}** with other arguments. The backward pass of an activation reads x again.",
             "",
             *pass_table(mine, names),
         ]
@@ -372,7 +374,7 @@ def host(rows: pd.DataFrame) -> list[str]:
     started = part[(part.variant == "kernels") & part.p50.notna()]
     if len(started):
         texts = [f"{row.op} {row.p50:.0f}" for row in started.itertuples()]
-        lines += [f"Number of kernels per forward call, according to the profiler: {', '.join(texts)}.", ""]
+        lines += [f"According to the profiler, a forward call launches this many kernels: {', '.join(texts)}.", ""]
     return lines
 
 
@@ -381,7 +383,7 @@ def first_compile(rows: pd.DataFrame) -> list[str]:
     if not len(part):
         return []
     texts = [f"{row.op} {row.p50:.1f} s ({row.variant})" for row in part.itertuples()]
-    return [f"Time of the first call in a fresh process with an empty Triton cache: {', '.join(texts)}.", ""]
+    return [f"In a fresh process with an empty Triton cache, the first calls take: {', '.join(texts)}.", ""]
 
 
 def memory(rows: pd.DataFrame) -> list[str]:
@@ -425,7 +427,7 @@ def accuracy(rows: pd.DataFrame) -> list[str]:
 
 
 def counters(file: Path) -> str:
-    """Report what limits the kernels, or return an empty string if there is no file of counters."""
+    """Report what limits the kernels, or return an empty string if the file of counters is missing."""
     if not file.exists():
         return ""
     found: Any = pd.read_csv(file, dtype={"commit": str})
@@ -449,7 +451,7 @@ def counters(file: Path) -> str:
 
 
 def left_out(rows: pd.DataFrame) -> list[str]:
-    """List results outside of the error budget, and failures with their messages."""
+    """List results that violate the error budget, and failures with their error messages."""
     wrong: Any = rows[rows.in_budget == "False"]
     failed: Any = rows[rows.p50.isna() & (rows.in_budget != "False") & (rows.note != "")]
     lines = []
@@ -466,9 +468,9 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 
 
 def choose_peers(part: pd.DataFrame) -> list[str]:
-    """Choose the peers of an operator to plot, preferring those with the most measurements, then the fastest.
+    """Choose an operator's peers to plot. Peers with more measurements come first, and then faster peers.
 
-    The tables show all peers.
+    Unlike the plots, the tables show all peers.
     """
     found: Any = part.groupby("peer").agg(places=("share", "size"), share=("share", "median"))
     found["ours"] = found.index.str.startswith(OURS)
@@ -477,7 +479,7 @@ def choose_peers(part: pd.DataFrame) -> list[str]:
 
 
 def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
-    """Draw bar charts of results with shared frequencies, with a row per operator and a column per pass."""
+    """Draw bar charts for shared frequencies, with a row per operator and a column per pass."""
     part = pass_rows(rows)
     part = part[(part.variant == "") & (part.omega == "shared") & part.share.notna()]
     if not len(part):
@@ -517,7 +519,7 @@ def draw_bars(axis: Any, heights: Any, colors: dict[str, str], workloads: list[s
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
-    """Plot forward time against N by operator and number of axes, with a dotted line for the copy's speed."""
+    """Plot the forward time against N for each operator and number of axes, with a dotted line for the copy's speed."""
     part: Any = rows[(rows["mode"] == "scaling") & rows.p50.notna()]
     if not len(part):
         return False
@@ -557,7 +559,8 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 def main(
     folder: Annotated[
-        Path, typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv; plots are written there.")
+        Path,
+        typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv, and for the plots."),
     ] = RESULTS,
     to: Annotated[
         Path, typer.Option("--pages", show_default=shown(PAGES), help="Output folder for the pages.")

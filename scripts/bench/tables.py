@@ -1,13 +1,13 @@
-"""Compare rotations with precomputed tables and rotations that compute their angles, and write a CSV.
+"""Compare rotations that use precomputed tables with rotations that compute angles, and write a CSV.
 
-    lrpe-md bench tables                               all workloads, forms of tables and passes
+    lrpe-md bench tables                               all workloads, table forms and passes
     lrpe-md bench tables --workload wan --form "angles;full, float32"
-    lrpe-md bench tables --at-least 0.95               fails if tables are slower than that
+    lrpe-md bench tables --at-least 0.95               fails if the speed with tables is lower
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. ``speed`` is the time with computed angles, divided by the time with tables in the same run. ``share`` is the
-speed relative to a copy with as many bytes as q and k. Before timing, a small case of each form is checked against
-float64.
+speed relative to a copy of the same number of bytes as in q and k. Before timing, a small case of each form is checked
+against float64.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WORKLOADS = {
 
 
 def make_case(case: Case, form: str) -> Case:
-    """Return the case with another form of tables."""
+    """Return the case with tables in another form."""
     options = dict(FORMS[form])
     by_sample = options.pop("by_sample", False)
     return replace(case, tables_batch=case.batch if by_sample else 1, **options)
@@ -67,7 +67,7 @@ def shrink(case: Case) -> Case:
 
 
 def measure(run: Run, name: str, form: str, whole: Case, angles_ms: dict[str, float]) -> None:
-    """Time both passes of one form of tables. ``angles_ms`` stores the times with computed angles."""
+    """Time both passes with tables in one form. ``angles_ms`` stores the times with computed angles."""
     case = make_case(whole, form)
     small = replace(shrink(case), tables_batch=2 if case.tables_batch > 1 else 1)
     wrong = check(small, "auto", run.device, frequencies=False)

@@ -2,10 +2,10 @@
 
     lrpe-md bench train-loop --model B/2 --model XL/2 --out train-loop.csv
 
-The latents are random values of 1,000 classes, with the size that 256-pixel images have (mean and standard deviation of
-4 × 32 × 32). The training loop loads, samples and transfers them, logs, and checks the loss. The bare loop repeats
-forward, backward, clipping, optimiser and EMA on one batch that stays on the GPU. The two loops take turns in one
-process, with the same model and optimiser. The loader is also timed separately.
+The latents are random values with labels from 1,000 classes. Their size is that of 256-pixel images (mean and standard
+deviation of 4 × 32 × 32). The training loop loads, samples and transfers the latents, logs, and checks the loss. The
+bare loop repeats forward, backward, clipping, optimiser and EMA on one batch that stays on the GPU. The two loops take
+turns in one process, with the same model and optimiser. The loader is also timed separately.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def write_random_latents(folder: Path, number: int, side: int) -> Path:
 
 @dataclass
 class Turns:
-    """Timer for alternating turns of the training loop and the bare loop, called after each training step.
+    """Timer for alternating turns of the training loop and the bare loop. Call it after each training step.
 
     Args:
         bare: function that runs one step of the bare loop.
         steps: number of steps per turn.
-        warmup: number of untimed first steps of a training turn, whose batches were prepared during the bare loop's
-            turn.
+        warmup: number of steps at the start of a training turn that are not timed, because their batches were prepared
+            during the bare loop's turn.
         number: number of turns of each loop.
         synchronize: function that waits for the device.
 
@@ -93,7 +93,7 @@ class Turns:
 
     @property
     def total(self) -> int:
-        """Total number of training steps, including a first turn that compiles and is not timed."""
+        """Total number of training steps, including an untimed first turn in which the model is compiled."""
         return (self.number + 1) * (self.warmup + self.steps)
 
     def after_step(self) -> bool:
@@ -110,7 +110,7 @@ class Turns:
             self.train_times.append(1e3 * elapsed / self.steps)
             self.bare_times.append(self._time_bare())
         else:
-            self.bare()  # allocates its memory before it is timed
+            self.bare()  # allocates memory before the first timed call
         return False
 
     def _time_bare(self) -> float:
@@ -123,7 +123,7 @@ class Turns:
 
 
 def make_bare_step(config: DiffusionTraining, trainer: Trainer, samples: Any) -> Callable[[], None]:
-    """Return a bare training step on one batch, which uses the trainer's model and optimiser."""
+    """Return a function that runs a bare training step on one batch, with the trainer's model and optimiser."""
 
     def step() -> None:
         with trainer.accelerator.autocast():
@@ -139,7 +139,7 @@ def make_bare_step(config: DiffusionTraining, trainer: Trainer, samples: Any) ->
 
 
 def count_loaded(make: Callable[..., Any], chosen: Any, workers: int, seconds: float, synchronize: Any) -> float:
-    """Return how many samples per second the loader prepares without training."""
+    """Run the loader without training, and return the number of samples per second."""
     stream = prepare_ahead(make, chosen, workers)
     for _ in range(2 * workers + 1):
         next(stream)
@@ -157,12 +157,12 @@ def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -
     """Alternate between training and the bare loop, and then time the loader.
 
     Args:
-        config: training options, in which the number of steps is replaced.
+        config: training options, except that the number of steps is replaced.
         steps: number of steps per turn.
         turns: number of turns of each loop.
         seconds: how long to time the loader, in seconds.
     """
-    torch.compiler.reset()  # drops the code of an earlier model
+    torch.compiler.reset()  # drops the compiled code of an earlier model
     accelerator = begin(config)
     device = accelerator.device
     synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)

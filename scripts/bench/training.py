@@ -1,4 +1,4 @@
-"""Measure the overhead of encodings in training steps of ViTs, a video layer, and other models.
+"""Measure how much time and memory encodings add to training steps of ViTs, a video layer, and other models.
 
     lrpe-md bench training --models vit_b --modes compiled --out training.csv
     lrpe-md bench training --models vit_s --modes eager,compiled,graphs --profile --out training.csv
@@ -10,34 +10,34 @@
 
 A step consists of forward under bfloat16 autocast, loss, backward and fused AdamW. The modes are eager, compiled, and
 graphs (forward and backward as CUDA graphs). "inference" and "inference-compiled" run only the forward pass. All models
-of a run stay in memory and take turns, in a new order each round. Each step is compared with the baseline's step in the
-same round. The baseline is the same model without the encoding. The models vit_b, vit_b_1024 (at 1,024 pixels), vit_s
-(timm's ViTs) and video (a layer of a video transformer) have these encodings:
+of a run stay in memory and take turns, in a new order each round. Each step is compared with the step of the baseline
+in the same round. The baseline is the same model without the encoding. The models vit_b, vit_b_1024 (at 1,024 pixels),
+vit_s (timm's ViTs) and video (a layer of a video transformer) have these encodings:
 
     none                 timm's ViT without positions; the video layer without positions
     learned              timm's ViT as it is, with its absolute table                           (compared with none)
     axial, mixed, cosine that ViT with `models.vit.adapt`: rotate on a fixed axial omega, rotate on an omega learned
                          for each layer and head, and the cosine map                            (compared with none)
     axial-again, ..      the same three in ViTs with `keep_encoded=False`                      (compared with none)
-    timm-none            timm's RoPE-ViT without its rope: a ViT with LayerScale, of timm's Eva (compared with none)
+    timm-none            timm's RoPE-ViT without its rope: an Eva ViT with LayerScale           (compared with none)
     timm-axial           timm's RoPE-ViT; in the video layer `apply_rot_embed_cat` with a table
                          for each token                             (compared with timm-none; in the layer with none)
     timm-mixed           timm's RoPE-ViT with learned frequencies                          (compared with timm-none)
 
 image, video_model and dit are the models of `train image`, `train video` and `train diffusion` with their default sizes
-and losses, on random data. Their batches are eight times larger, to keep a GPU busy. They have the encodings of the
-training commands, which are compared with none. dit also has rotate-norms-first, which normalises q and k in separate
+and losses, on random data. The batches are eight times larger, to keep a GPU busy. The encodings are those of the
+training commands, and are compared with none. dit also has rotate-norms-first, which normalises q and k in separate
 launches.
 
 wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are diffusers, transformers and
-timm models with random bfloat16 weights, published widths and few layers. Their variants are stock, adapted (with
+timm models with random bfloat16 weights, published widths and few layers. The variants are stock, adapted (with
 `adapt_rotary`, compared with stock) and adapted-other (with `adapt_rotary` from another checkout).
 
-The command appends a row to the CSV for each model, mode and encoding. It contains:
+The command appends a row to the CSV for each model, mode and encoding. The row contains:
 
     tokens               patches of a step
-    ms_p.., ratio_p..    quantiles of the time of a step, and of its ratio to the baseline
-    peak_gib             peak memory of a step, without the other models
+    ms_p.., ratio_p..    quantiles of the step time, and of its ratio to the baseline
+    peak_gib             peak memory of a step, excluding the other models
     host_ms              host time to issue a step; less than the GPU time if the GPU is the bottleneck
     attention            PyTorch's attention kernel
     graph_breaks         number of graph breaks
@@ -86,7 +86,7 @@ Workload = Ours | Hosted
 MODELS: dict[str, Workload] = {**OURS, **HOSTED}
 WARMUP_ROUNDS = 3  # in addition to two steps of each model
 HOST_STEPS = 5
-KERNELS = 25  # rows in the table of --profile
+KERNELS = 25  # number of rows in the --profile table
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -122,7 +122,7 @@ class Trainee:
             return loss
         loss.backward()
         self.optimizer.step()
-        # The CUDA graphs of all models share their memory, so no tensor of a graph may outlive the step. The loss is
+        # The CUDA graphs of all models share a memory pool, so no tensor from a graph may outlive the step. The loss is
         # computed outside of the graphs.
         self.optimizer.zero_grad(set_to_none=True)
         for x in self.inputs:
@@ -130,7 +130,7 @@ class Trainee:
         return loss.detach()
 
     def state_bytes(self) -> int:
-        """Return the number of bytes that the model occupies between steps."""
+        """Return the number of bytes that a model occupies between steps."""
         states = [t for state in self.optimizer.state.values() for t in state.values()]
         tensors = [*self.raw.parameters(), *self.raw.buffers(), *states, *self.inputs]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -146,7 +146,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_step(trainee: Trainee) -> Callable[[], float]:
-    """Run a step, and return a function that returns its milliseconds when the device has finished."""
+    """Run a step. Return a function that returns the step's milliseconds once the device has finished."""
     if trainee.device.type != "cuda":
         start = time.perf_counter()
         trainee.step()
@@ -160,7 +160,7 @@ def time_step(trainee: Trainee) -> Callable[[], float]:
 
 
 def time_rounds(trainees: dict[str, Trainee], device: torch.device, steps: int, limit: float) -> pd.DataFrame:
-    """Return the milliseconds of steps, with a row for each round, in which every model takes one step."""
+    """Return the milliseconds of steps, with a row for each round. In a round, every model takes one step."""
     order, rounds, start = random.Random(0), [], time.perf_counter()
     for _ in range(steps):
         # No synchronisation here: the host runs ahead, as it does in training.
@@ -173,7 +173,7 @@ def time_rounds(trainees: dict[str, Trainee], device: torch.device, steps: int, 
 
 
 def peak_bytes(trainee: Trainee) -> float:
-    """Return the peak memory of a step without the other models, or NaN without a GPU."""
+    """Return the peak memory of a step, excluding the other models, or NaN without a GPU."""
     if trainee.device.type != "cuda":
         trainee.step()
         return math.nan
@@ -198,7 +198,7 @@ def host_ms(trainee: Trainee) -> float:
 
 
 def observed_step(trainee: Trainee) -> tuple[str, float]:
-    """Return the attention kernel that PyTorch uses in a step, and the step's :func:`peak_bytes`.
+    """Run a step, and return PyTorch's attention kernel in that step and the step's :func:`peak_bytes`.
 
     Call this for the second step. The first step compiles, and from the third on, CUDA graph replay hides calls and
     allocations.
@@ -212,7 +212,7 @@ def observed_step(trainee: Trainee) -> tuple[str, float]:
 
 
 def kernel_times(trainee: Trainee) -> pd.DataFrame:
-    """Return the CUDA kernels of a step with their calls and milliseconds, slowest first."""
+    """Return each CUDA kernel in a step with its number of calls and its milliseconds, slowest first."""
     events = [(event.name, event.time_range.elapsed_us() / 1000) for event in device_events(trainee.step)]
     table = pd.DataFrame(events, columns=["kernel", "ms"])
     table = table.groupby("kernel").agg(calls=("ms", "size"), ms=("ms", "sum")).reset_index()
@@ -222,7 +222,7 @@ def kernel_times(trainee: Trainee) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Timing:
-    """Settings of the timing, which runs rounds of one step per model until ``limit`` seconds have passed."""
+    """Timing settings. Each round runs one step per model, and rounds repeat until ``limit`` seconds have passed."""
 
     steps: int
     limit: float
@@ -235,7 +235,7 @@ class Timing:
 def compare(
     workload: Workload, encodings: list[str], mode: str, batch: int, timing: Timing
 ) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
-    """Return a row for each encoding and, with ``profiling``, the kernels of its step."""
+    """Return a row for each encoding and, with ``profiling``, the kernels in a step of each encoding."""
     device = timing.device
     torch.compiler.reset()
     gc.collect()
@@ -255,9 +255,11 @@ def compare(
         breaks[name] = len(counters["graph_break"])
         if mode == "graphs" and device.type == "cuda" and counters["inductor"]["cudagraph_skips"] > skipped:
             raise RuntimeError(f"CUDA graphs: {name} runs without them; set TORCH_LOGS=perf_hints to see why")
-    # With the cosine map, q and k are wider than v, which needs other kernels; linear attention uses none.
+    # With the cosine map, q and k are wider than v, so PyTorch uses other kernels. Linear attention uses none of them.
     if len({attention[name] for name in trainees if not name.startswith(("cosine", "linear"))}) > 1:
-        raise RuntimeError(f"attention: expected the same kernel for all, got {attention}; choose one with --backend")
+        raise RuntimeError(
+            f"attention: expected the same kernel for all models, got {attention}; choose one with --backend"
+        )
     time_rounds(trainees, device, WARMUP_ROUNDS, math.inf)
     host = {name: host_ms(trainee) for name, trainee in trainees.items()}
     ms = time_rounds(trainees, device, timing.steps, timing.limit)
@@ -285,10 +287,10 @@ def compare(
 
 
 def with_baselines(workload: Workload, wanted: list[str] | None) -> list[str]:
-    """Return the selected encodings that this model has, and their baselines."""
+    """Return the selected encodings that the model supports, and the baselines of these encodings."""
     known = workload.baselines
     names = {name for name in wanted or workload.default if split_options(name)[0] in known}
-    for _ in range(2):  # timm-axial, timm-none, none
+    for _ in range(2):  # a baseline may have a baseline: timm-axial, timm-none, none
         names |= {known[split_options(name)[0]] for name in names}
     return sorted(names, key=lambda name: (list(known).index(split_options(name)[0]), name))
 

@@ -1,4 +1,4 @@
-"""Tables about training steps, from the CSVs of ``scripts.bench training``."""
+"""Tables of training step times, from the CSVs of ``scripts.bench training``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..common.markdown import table
 from ..common.provenance import name_commits
 
 HOW = (
-    "Values are medians of interleaved steps in bfloat16. (host) means that the CPU spends at least 90% of the step "
-    "launching kernels"
+    "Values are medians of interleaved steps in bfloat16. (host) marks steps in which the CPU spends at least 90% of "
+    "the time launching kernels"
 )
 
 
@@ -23,7 +23,7 @@ def read(file: Path) -> pd.DataFrame:
 
 
 def where(rows: pd.DataFrame) -> str:
-    gpu, versions = (", ".join(dict.fromkeys(rows[name])) for name in ("gpu", "versions"))
+    gpu, versions = (" and ".join(dict.fromkeys(rows[name])) for name in ("gpu", "versions"))
     return f"Measured on {gpu}, {versions}, {name_commits(rows['commit'])}"
 
 
@@ -37,11 +37,11 @@ def training(file: Path) -> str:
         return ""
     rows = read(file)
     timm = (
-        "timm-axial and timm-mixed are compared with timm-none, timm's RoPE-ViT without RoPE, and timm-none with "
-        "timm's plain ViT. "
+        "timm-axial and timm-mixed are compared with timm-none, which is timm's RoPE-ViT without RoPE. timm-none is "
+        "compared with timm's plain ViT. "
     )
     timm *= "timm-none" in set(rows.encoding)
-    again = "-again stands for `keep_encoded=False`, which re-encodes q and k in the backward pass. "
+    again = "Rows that end in -again use `keep_encoded=False`, which re-encodes q and k in the backward pass. "
     again *= bool(rows.encoding.str.endswith("-again").any())
     lines = [
         "**Training steps.** The table lists the overhead in time and in peak memory, compared with the same model "
@@ -70,8 +70,10 @@ def backbones(file: Path) -> str:
     rows = read(file)
     lines = [
         "**Training steps of this project's backbones**, on random data. The table lists millions of patches per "
-        "second, and peak memory. Brackets compare with the same model without position encoding (none). "
-        f"{HOW}. Command: `lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv`. "
+        "second and peak memory, with the change relative to the same model without position "
+        "encoding (none) in brackets. "
+        f"{HOW}. To repeat the measurements, run "
+        "`lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv`. "
         f"{where(rows)}.",
         "",
     ]
@@ -87,15 +89,16 @@ def backbones(file: Path) -> str:
 
 
 def adapted(file: Path) -> str:
-    """Render the stock models' times and the gains of adapting them, with a row per model and a column per mode."""
+    """Render stock models' times and the speed-ups from adaptation, with a row per model and a column per mode."""
     if not file.exists():
         return ""
     rows = read(file)
     lines = [
-        "**Models from other libraries**, at their published width, with a few layers and bfloat16 weights. The table "
-        "lists milliseconds per step of the original model. Brackets show the change in time and memory after "
-        f"adapting. {HOW}. "
-        f"Command: `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. {where(rows)}.",
+        "**Models from other libraries** have their published width, a few layers and bfloat16 weights. The table "
+        "lists milliseconds per step of the original model. In brackets, it lists how much `adapt_rotary` changes "
+        f"time and memory. {HOW}. "
+        f"To repeat the measurements, run `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. "
+        f"{where(rows)}.",
         "",
     ]
     modes = list(dict.fromkeys(rows["mode"]))

@@ -1,21 +1,22 @@
 """Find the fastest tiles for this GPU, and print ``TILES`` of engine/encode/plan.py and engine/linear/plan.py.
 
-    lrpe-md bench tune                                    every row, as plan.py writes it
+    lrpe-md bench tune                                    every row, in the format of plan.py
     lrpe-md bench tune --only "2 rotate" --only "4 cosine forward"
     lrpe-md bench tune --only "linear keys" --only "linear queries"
     lrpe-md bench tune --check                            is each tile of the table within 3% of the best?
 
 A row of the table is keyed by bytes per element, map, pass, and kind (plain, with an activation, or with the caller's
-cos and sin tables). It has tiles for up to 16, up to 64, and more channels. Tiles for up to 16 channels are timed on
-64×64 tokens with head_dim 72 and 80, whose channels are processed in blocks. Tiles for up to 64 are timed on 14×14 and
-64×64 tokens with head_dim 64, and tiles for more channels on 21×30×52 tokens with head_dim 128. Each is timed with
-shared and with per-head frequencies or tables. A row of linear attention ("linear ..") is keyed by pass and has tiles
-for six state sizes. They are timed in a complete forward or backward pass, on vit224 or windows (one pass), img64 and
-video64 (two), and causal (8,192 tokens). Times are medians of GPU time with a cold L2 cache.
+cos and sin tables). The row has tiles for up to 16, up to 64, and more channels. Tiles for up to 16 channels are timed
+on 64×64 tokens with head_dim 72 and 80, where channels are processed in blocks. Tiles for up to 64 are timed on 14×14
+and 64×64 tokens with head_dim 64, and tiles for more channels on 21×30×52 tokens with head_dim 128. Each tile is timed
+with shared and with per-head frequencies or tables. A row of linear attention ("linear ..") is keyed by pass and has
+tiles for six state sizes. These tiles are timed in a complete forward or backward pass, on vit224 or windows (one
+pass), img64 and video64 (two passes), and causal (8,192 tokens). Times are medians of GPU time with a cold L2 cache.
 
 A tile's score is its time relative to the fastest tile, on the problem where this ratio is largest. The lowest score is
-best. The search first tries all shapes with the table's registers and stages. It then varies these for the three best
-shapes, and finally times the best tiles and the table's tile again in turns. The CSV contains every time.
+best. The search first tries all shapes with the table's registers and stages. It then varies the registers and stages
+of the three best shapes. Finally, the best tiles and the table's tile take turns in another timing. The CSV contains
+every time.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ from .linear_tune import LinearPlace
 from .measure import TURNS, OutOfTime, cold_times, describe_error, make_pass, quantiles
 from .peers import large_inputs
 
-WIDTHS = ("up to 16", "up to 64", "more")  # channels; one tile in each row of TILES
+WIDTHS = ("up to 16", "up to 64", "more")  # numbers of channels; each row of TILES has one tile for each
 BLOCKS = {f"img64, head_dim {d}": replace(WORKLOADS["img64"], head_dim=d) for d in (72, 80)}
 PROBLEMS = (BLOCKS, {name: WORKLOADS[name] for name in ("vit224", "img64")}, {"video": WORKLOADS["video"]})
 MODES = {Pass.FORWARD: "fwd", Pass.BACKWARD: "bwd", Pass.DOMEGA: "bwd_omega"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-WITHIN = 1.03  # time relative to the best that --check accepts
+WITHIN = 1.03  # largest time relative to the best that --check accepts
 FINALISTS = 3
 FIELDS = dict.fromkeys((*Tile._fields, *LinearTile._fields))
 KEY = ("row", "channels", *FIELDS, "problem", "round")
@@ -69,7 +70,7 @@ COLUMNS = (*KEY, "p20", "p50", "p80", "min", "note", "gpu", "python", "torch", "
 
 
 class Place(NamedTuple):
-    """Entry of the table, which contains one tile."""
+    """Entry of the table, which holds one tile."""
 
     key: tuple[int, Any, Pass, str]
     width: int  # index into WIDTHS
@@ -100,7 +101,7 @@ class Place(NamedTuple):
         return TILES[self.key][self.width]
 
     def cases(self, small: bool = False) -> dict[str, Case]:
-        """Return the problems to time by name. With ``small``, they use the same kernels and run fast."""
+        """Return the problems to time, by name. With ``small``, return faster problems that use the same kernels."""
         found = {}
         for name, work in PROBLEMS[self.width].items():
             for per_head in (False, True):
@@ -116,7 +117,7 @@ class Place(NamedTuple):
     def shapes(self) -> list[Tile]:
         """Return candidates that vary rows, elements and warps, with the table's registers and stages."""
         found = []
-        most = 64 if self.key[0] == 2 else 16  # most elements per thread, over all rows
+        most = 64 if self.key[0] == 2 else 16  # maximum number of elements per thread, over all rows
         for rows in (1, 2, 4):
             for elements in (128, 256, 512, 1024, 2048):
                 for num_warps in (1, 2, 4):
@@ -126,7 +127,7 @@ class Place(NamedTuple):
         return found
 
     def refinements(self, tile: Tile) -> list[Tile]:
-        """Return candidates with the same shape but other registers and stages, or with rows loaded first."""
+        """Return candidates with the same shape but other registers and stages, or with all rows loaded first."""
         if self.stage is not Pass.DOMEGA:
             return [tile._replace(rows_first=not tile.rows_first)]
         options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]
@@ -135,13 +136,13 @@ class Place(NamedTuple):
 
     @contextmanager
     def in_table(self, tile: Tile) -> Iterator[None]:
-        """Put a tile into the table, and remove the tiles of other widths, so that calls that need them fail."""
+        """Put a tile into the table, and remove the tiles for other widths, so that calls with other widths fail."""
         kept = TILES[self.key]
         tiles: list[Any] = [None] * len(kept)
         tiles[self.width] = tile
         try:
             TILES[self.key] = tuple(tiles)
-            call_cache.clear()  # launches planned with another table
+            call_cache.clear()  # contains launches that were planned with another table
             yield
         finally:
             TILES[self.key] = kept
@@ -162,12 +163,12 @@ def shrink(work: Workload) -> Workload:
 
 AnyPlace: TypeAlias = Place | LinearPlace
 AnyTile: TypeAlias = Tile | LinearTile
-Times: TypeAlias = dict[Any, dict[str, float]]  # tile → problem → milliseconds; infinite if it can't run
+Times: TypeAlias = dict[Any, dict[str, float]]  # tile → problem → milliseconds, infinite if the tile can't run
 Measure = Callable[[Any, str], float]
 
 
 def scores(times: Times) -> dict[Any, float]:
-    """Return each tile's largest time relative to the fastest tile of a problem, lowest first."""
+    """Return each tile's score, lowest first: its time relative to the fastest tile, on its worst problem."""
     problems = next(iter(times.values())).keys()
     fastest = {p: min(each[p] for each in times.values()) for p in problems}
     found = {
@@ -185,7 +186,7 @@ class Found(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Time of the table's tile relative to the best one."""
+        """Time of the table's tile relative to the best tile."""
         return self.table_score / self.score if self.score < math.inf else math.inf
 
 
@@ -226,7 +227,7 @@ def compile_small(place: Any, tile: Any) -> None:
 
 @dataclass
 class Session:
-    """State that all measurements share. Each measured time is appended to the CSV immediately."""
+    """State shared by all measurements. Each measured time is appended to the CSV immediately."""
 
     out: Path
     device: torch.device
@@ -249,7 +250,7 @@ class Session:
         row["round"] = counted[tile, problem] = counted.get((tile, problem), -1) + 1
         try:
             found = quantiles(self.time(place, tile, problem))
-        except Exception as error:  # such as too many registers or too much shared memory
+        except Exception as error:  # for example, too many registers or too much shared memory
             found = {"p50": math.inf, "note": describe_error(error)}
         with self.out.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow({**row, **found, **self.here})
@@ -281,7 +282,7 @@ class Session:
 
 
 def write_tile(tile: AnyTile) -> str:
-    """Format a tile as in plan.py, without defaults, and with names for the arguments after them."""
+    """Format a tile as in plan.py, omitting default values. Arguments after an omitted one are passed by name."""
     defaults, given, named = tile._field_defaults, [], False
     for name, value in tile._asdict().items():
         if name in defaults and value == defaults[name]:
@@ -308,7 +309,7 @@ def write_table(tiles: dict[tuple[int, Any, Pass, str], tuple[Tile, ...]]) -> st
 
 
 def write_tables(found: list[Found]) -> list[str]:
-    """Format the tables that were tuned, with the best tiles."""
+    """Format the tables with the best tiles that were found."""
     encode: Any = {key: list(row) for key, row in TILES.items()}
     linear: Any = {stage: list(row) for stage, row in linear_tune.TILES.items()}
     for place, best, *_ in found:
@@ -334,13 +335,13 @@ def summarise(found: list[Found]) -> Table:
 
 
 def choose_places(only: Sequence[str]) -> list[AnyPlace]:
-    """Return the tiles whose names contain one of the texts, or all tiles if there are no texts."""
+    """Return the places whose names contain one of the texts, or all places if there are no texts."""
     places: list[AnyPlace] = [Place(key, width) for key in TILES for width in range(len(WIDTHS))]
     places += linear_tune.choose_places()
     for text in only:
         if not any(text in str(place) for place in places):
             known = "; ".join(dict.fromkeys(place.row for place in places))
-            raise typer.BadParameter(f"--only: no tile has {text!r} in its name; the rows are: {known}")
+            raise typer.BadParameter(f"--only: no tile has {text!r} in its name; choose from: {known}")
     return [place for place in places if not only or any(text in str(place) for text in only)]
 
 

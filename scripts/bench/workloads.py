@@ -1,4 +1,4 @@
-"""ViTs, a video transformer layer, and models of the training commands, for ``scripts.bench training``."""
+"""ViTs, a video transformer layer, and the training commands' models, for ``scripts.bench training``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ..train.tasks import video as train_video
 
 @dataclass(frozen=True)
 class ViT:
-    """A timm ViT in three variants, without RoPE, with axial RoPE and with mixed RoPE."""
+    """A timm ViT in three variants: without RoPE, with axial RoPE and with mixed RoPE."""
 
     plain: str
     rope: str
@@ -83,7 +83,7 @@ class ViT:
 
 
 class TimmRotary(nn.Module):
-    """RoPE as timm applies it, with sine and cosine tables, and with prefix tokens split off and concatenated again."""
+    """RoPE as in timm: with sine and cosine tables, and with prefix tokens split off and concatenated again."""
 
     table: Tensor
 
@@ -101,7 +101,7 @@ class TimmRotary(nn.Module):
 
 
 class VideoLayer(nn.Module):
-    """Layer of a video transformer, which applies timm's block to the tokens (B, N, C) of a video."""
+    """Layer of a video transformer: timm's block, applied to the tokens (B, N, C) of a video."""
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, encoding: nn.Module | None) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class VideoLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Video:
-    """Workload with one layer of a video transformer, whose input requires a gradient, as inside a model."""
+    """Workload with one layer of a video transformer. The layer's input requires a gradient, as inside a model."""
 
     shape: tuple[int, int, int] = (21, 30, 52)
     prefix: int = 512
@@ -160,12 +160,12 @@ def random_bytes(*size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Backbone:
-    """Workload with the model and the loss of a training command, at its default sizes."""
+    """Workload with a training command's model and loss, at the command's default sizes."""
 
     script: Any
     training: type[Training]
     default: tuple[str, ...]
-    options: dict[str, Any] = field(default_factory=dict)  # overrides of the script's defaults
+    options: dict[str, Any] = field(default_factory=dict)  # override the command's defaults
 
     @cached_property
     def config(self) -> Any:
@@ -177,7 +177,7 @@ class Backbone:
 
     @property
     def batch(self) -> int:
-        """Return eight times the command's batch size, because such small models would otherwise wait for the host."""
+        """Return eight times the command's batch size. Otherwise, these small models would leave the GPU waiting."""
         return 8 * self.config.batch
 
     def build(self, encoding: str) -> nn.Module:
@@ -198,7 +198,7 @@ class Backbone:
 
 
 class ImageBackbone(Backbone):
-    """The `train image` model, for images and classes as in Fashion-MNIST."""
+    """The `train image` model, with the image size and number of classes of Fashion-MNIST."""
 
     def build(self, encoding: str) -> nn.Module:
         config, images = replace(self.config, encoding=encoding), self.images(1)
@@ -224,7 +224,7 @@ class VideoBackbone(Backbone):
         return footage, sent(footage.starts(span, held_out=False), device)
 
 
-NORMS_FIRST = "-norms-first"  # normalises q and k in separate launches before they are encoded
+NORMS_FIRST = "-norms-first"  # normalises q and k in separate launches before encoding them
 
 
 class DiffusionBackbone(Backbone):

@@ -1,4 +1,4 @@
-"""Disk cache for expensive tensors, which detects and recomputes damaged files."""
+"""Disk cache for expensive tensors. Damaged files are detected and recomputed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def digest_file(path: Path) -> str:
 
 
 def kept(folder: Path | None, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-    """Return ``make()``, or its stored result from an earlier call with the same key.
+    """Return ``make()``, or the result that an earlier call with the same key stored.
 
-    A damaged or incomplete file is recomputed. If the folder can't be written, nothing is cached.
+    If the stored file is damaged or incomplete, the tensor is recomputed. If the folder is not writable, nothing is
+    cached.
 
     Args:
         folder: cache folder; None disables the cache.
@@ -75,7 +76,7 @@ def _digest(value: Tensor) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete old incomplete files that killed processes left."""
+    """Delete old incomplete files that killed processes left behind."""
     for part in folder.glob("*.part"):
         if time.time() - part.stat().st_mtime > DAY:
             part.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from .options import choose
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device that the option --device selects: auto, cpu or cuda."""
+    """Return the device for a value of the option --device: auto, cpu or cuda."""
     choose("--device", [wanted], ("auto", "cpu", "cuda"))
     if wanted == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device: cuda needs a GPU, but PyTorch finds none; use cpu or auto")
@@ -26,7 +26,7 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def turn_of(kind: str) -> Path:
-    """Return the user's lock file for "cuda" or "cpu". A training run locks it while it must run alone."""
+    """Return the user's lock file for "cuda" or "cpu". A training run holds the lock while no other may run."""
     name = torch.cuda.get_device_properties("cuda").uuid if kind == "cuda" else "cpu"
     return Path(tempfile.gettempdir()) / f"lrpe-md-{Path.home().name}-{name}.turn"
 
@@ -34,7 +34,7 @@ def turn_of(kind: str) -> Path:
 def sent(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to a device.
 
-    The copy uses pinned memory and is asynchronous, because the host would otherwise wait for all queued work.
+    The copy is asynchronous and uses pinned memory. Otherwise, the host would wait for all queued work.
     """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""Output folders of runs, with atomic writes and one configuration per folder, so that runs can resume."""
+"""Output folders of runs. Writes are atomic, and each folder has one configuration, so that runs can resume."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 
 def require_checkout(option: str) -> None:
-    """Raise an error if an installed wheel would write results or pages, which would end up in site-packages."""
+    """Raise an error outside of a checkout, because results or pages would be written to site-packages."""
     if not (ROOT / "pyproject.toml").is_file():
         raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout contains results")
 
 
 def shown(path: Path) -> str:
-    """Format a path for help texts, relative to the repository root if it is inside."""
+    """Format a path for help texts. A path inside the repository is shown relative to the root."""
     return (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
 
 
 class SaveError(OSError):
-    """Error for a file that can't be written, whose previous content is intact."""
+    """Error for a file that can't be written. The file's previous content is intact."""
 
 
 def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
@@ -52,7 +52,7 @@ def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
 
 @contextmanager
 def claim(out: Path) -> Iterator[None]:
-    """Lock a folder while this program writes to it, and delete incomplete files that killed programs left.
+    """Lock a folder while this program writes to it, and delete incomplete files that killed programs left behind.
 
     Raises:
         typer.BadParameter: if the folder can't be written, or another program has locked it.
@@ -81,7 +81,7 @@ def claim(out: Path) -> Iterator[None]:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, or a folder with its content."""
+    """Delete a file or folder, including its content."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -90,10 +90,10 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes ``out`` when the block ends. If the block fails, it is deleted.
+    """Yield a temporary folder. It becomes ``out`` at the end of the block, or is deleted if the block fails.
 
     Raises:
-        typer.BadParameter: if ``out`` has content, it can't be written, or another program is filling it.
+        typer.BadParameter: if ``out`` has content or can't be written, or another program is filling it.
         SaveError: if the disk is full.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -138,7 +138,7 @@ def write(path: Path, text: str) -> None:
 
 
 def from_root(folder: Path) -> Path:
-    """Return a folder's path relative to the repository root if it is inside, or else its absolute path."""
+    """Return a folder's path: relative to the repository root for a folder inside it, absolute for any other folder."""
     shown = folder.resolve()
     return shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
 
@@ -151,7 +151,7 @@ def parse_shard(shard: str) -> tuple[int, int]:
 
 
 def missing(jobs: dict[Path, T], shard: tuple[int, int] = (0, 1)) -> dict[Path, T]:
-    """Return the jobs of a shard (every n-th job, starting with the i-th) whose file does not exist yet."""
+    """Return the jobs in a shard (every n-th job, starting with the i-th) whose file does not exist yet."""
     number, count = shard
     return {file: job for file, job in list(jobs.items())[number::count] if not file.exists()}
 
@@ -171,7 +171,7 @@ def show_value(value: Any) -> str:
 
 
 def as_option(name: str) -> str:
-    """Return how a user of ``ablate`` passes a setting, such as "--set size" for "training.size"."""
+    """Return the ``ablate`` option for a setting, such as "--set size" for "training.size"."""
     if name in ("task", "data"):
         return name.upper()
     part, _, option = name.partition(".")
@@ -179,9 +179,9 @@ def as_option(name: str) -> str:
 
 
 def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], extended: Collection[str] = ()) -> None:
-    """Write config.json, or check that the settings in the folder are the same.
+    """Write config.json, or check that the folder's config.json contains the same settings.
 
-    ``extended`` names settings that may differ, because the caller has merged them with the folder's.
+    ``extended`` names settings that may differ because the caller merged them with those in the folder.
     """
     path = out / "config.json"
     wanted = json.loads(json.dumps(settings))

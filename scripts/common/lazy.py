@@ -1,11 +1,11 @@
-"""Commands that are only imported when they run, so that a program's help is fast."""
+"""Commands that are imported only when they run, so that a program's help is fast."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-Load = Callable[[], Any]  # imports a program with one command
+Load = Callable[[], Any]  # imports a command and returns its app
 T = TypeVar("T")
 
 
@@ -25,7 +25,7 @@ def import_or_explain(program: str, load: Callable[[], T]) -> T:
 
 
 def lazy_app(program: str, commands: Mapping[str, tuple[str, Load]], text: str) -> Any:
-    """Return a program with the given commands, each with a one-line help text and a function that imports it."""
+    """Return a program with the given commands. Each one has a one-line help text and a function that imports it."""
     import typer
     from typer.core import TyperCommand, TyperGroup
 
@@ -39,7 +39,7 @@ def lazy_app(program: str, commands: Mapping[str, tuple[str, Load]], text: str) 
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             """Import the command that the user called."""
-            self.commands = {name: self.get_command(ctx, name) for name in commands}  # names for its suggestions
+            self.commands = {name: self.get_command(ctx, name) for name in commands}  # for suggestions of similar names
             name, found, rest = super().resolve_command(ctx, args)
             if name is not None and name in commands:
                 found = typer.main.get_command(import_or_explain(program, commands[name][1]))

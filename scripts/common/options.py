@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from lrpe_md.checks import suggest
 
 __all__ = [
     "LIMIT",
     "SEEDS",
+    "Command",
     "choose",
     "describe_command",
     "finite",
@@ -30,10 +32,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
 
 
+class Command(TyperCommand):
+    """A command that rejects a repeated option, if the option only accepts one value.
+
+    Don't use it for training commands: to resume or vary a run, people append options to an earlier command.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line.
+
+        Raises:
+            typer.BadParameter: for a repeated option. Otherwise, all but the last value would be ignored.
+        """
+        order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        single = [each for each in order if each.param_type_name == "option" and not (each.multiple or each.is_flag)]
+        for option in single:
+            if (number := single.count(option)) > 1:
+                name = max(option.opts, key=len)
+                raise typer.BadParameter(f"{name}: expected one value, got {number}; pass {name} once", ctx=ctx)
+        return super().parse_args(ctx, args)
+
+
 def positive(value: float | None) -> float | None:
     """Reject values that are not positive, but allow infinity."""
     if value is not None and not value > 0:
-        raise typer.BadParameter(f"expected a number above 0, got {value:g}")
+        raise typer.BadParameter(f"expected a positive number, got {value:g}")
     return value
 
 
@@ -48,12 +71,12 @@ def finite(value: float | None) -> float | None:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 step" or "1200 steps"."""
+    """Format a number with its noun, such as "1 step" or "1200 steps"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the selected names without duplicates, and reject unknown ones."""
+    """Return the selected names without duplicates, and reject unknown names."""
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:
         if name not in known:
@@ -70,7 +93,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def describe_command(context: typer.Context, leave_out: Collection[str]) -> str:
-    """Return the command as the user typed it, without some of its parameters."""
+    """Return the command as the user typed it, omitting the parameters in ``leave_out``."""
     words = context.command_path.split()
     for parameter in context.command.params:
         name: Any = parameter.name
@@ -88,18 +111,18 @@ def describe_command(context: typer.Context, leave_out: Collection[str]) -> str:
 
 
 def warn_of_smoke(context: typer.Context, reason: str, leave_out: Collection[str] = ()) -> None:
-    """Warn that the numbers of a run with --smoke mean nothing, and print the command of a real run.
+    """Warn that the numbers from a run with --smoke are meaningless, and print the command for a real run.
 
     Args:
         context: context of the command.
-        reason: why the numbers mean nothing.
+        reason: why the numbers are meaningless.
         leave_out: parameters that a real run does not need, in addition to smoke and out.
     """
     command = describe_command(context, {"smoke", "out", *leave_out})
     typer.echo(f"\nThese numbers mean nothing, because with --smoke {reason}. For real ones, run:\n{command}", err=True)
 
 
-# Patterns of the library's errors, and what to show on a command line instead; applied in order.
+# Patterns in the library's errors, and what to show on a command line instead. They are applied in order.
 _SHELL_TERMS = {
     r"pass Memory\((\w+)='(\w+)'\)": r"pass --memory \1=\2",
     r"memory: expected None without linear attention": "--memory needs linear attention",
@@ -125,7 +148,7 @@ _SHELL_TERMS = {
 
 
 def in_shell_terms(text: Any, separator: str = ",") -> str:
-    """Reword a library error for the command line, with options instead of arguments and values as the user types them.
+    """Reword a library error for the command line: name options instead of arguments, and show values as typed.
 
     ``separator`` separates the numbers of a tuple.
     """
@@ -137,10 +160,10 @@ def in_shell_terms(text: Any, separator: str = ",") -> str:
 
 
 def group_options(panels: Mapping[str, str]) -> Callable[[F], F]:
-    """Return a decorator that groups a command's options in panels of its help.
+    """Return a decorator that groups a command's options into panels in its help.
 
     Args:
-        panels: dictionary from the title of each panel to the names of its parameters, separated by spaces.
+        panels: dictionary from each panel's title to the names of the parameters in the panel, separated by spaces.
     """
 
     def group(command: F) -> F:
@@ -148,7 +171,7 @@ def group_options(panels: Mapping[str, str]) -> Callable[[F], F]:
         for title, names in panels.items():
             for name in names.split():
                 kind, option = get_args(hints[name])
-                option = copy.copy(option)  # some are shared between commands
+                option = copy.copy(option)  # some options are shared between commands
                 option.rich_help_panel = title
                 hints[name] = Annotated[kind, option]
         command.__annotations__ = hints

@@ -1,4 +1,4 @@
-"""Plot settings that all programs share, such as style, colours and markers, and copies of plots for dark pages."""
+"""Plot settings for all programs, such as style, colours and markers, and copies of plots for dark pages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
 
 WIDTH = 6.2  # inches: 9-point text is legible on a page and on a phone
 MARKERS = dict(zip(OKABE_ITO, "o^Dv*XPsH", strict=True))
-# The same encoding has the same colour in every plot. A variant has the colour of the longest name that it starts with,
-# and its own line and marker.
+# The same encoding has the same colour in every plot. A variant has the colour of the longest known name that its name
+# starts with, and its own line style and marker.
 ENCODINGS = {
     "none": "black", "learned": "grey", "sincos": "purple", "rotate": "blue", "rotate-mixed": "sky", "cosine": "orange",
     "cosine-silu": "green", "cosine-softplus": "vermilion", "space-only": "yellow", "rotate + linear": "grey",
@@ -36,22 +36,23 @@ VARIANTS: dict[str, tuple[Any, str]] = {
     "learnable": (":", "d"), "phase": ("--", "p"), "fixed": ("-.", "h"), "linear": (":", "<"), "ntk": ("--", ">"),
     "yarn": ("-.", "d"),
 }  # fmt: skip
-OTHER_VARIANTS = [((0, (5, 1)), "h"), ((0, (1, 3)), "8"), ((0, (5, 5)), "H"), ((0, (3, 1, 1, 1)), "+"),
-                  ((0, (8, 2)), "x"), ((0, (2, 2)), "1"), ((0, (1, 1)), "2"), ((0, (9, 1, 2, 1)), "3")]  # fmt: skip
-# The same goes for libraries.
+OTHER_VARIANTS = [((0, (5, 1)), "x"), ((0, (1, 3)), "8"), ((0, (5, 5)), "+"), ((0, (3, 1, 1, 1)), "H"),
+                  ((0, (8, 2)), "1"), ((0, (2, 2)), "2"), ((0, (1, 1)), "h"), ((0, (9, 1, 2, 1)), "3")]  # fmt: skip
+PALE = ("grey", "yellow", "sky")  # used last for encodings without a colour of their own
+# The same library also has the same colour in every plot.
 LIBRARIES = {
     "lrpe-md": "blue", "flash-attn": "orange", "liger, in place": "green", "liger": "yellow", "xopes": "black",
     "timm": "vermilion", "torch.compile, tables": "purple", "torch.compile, angles": "sky", "copy": "grey",
 }  # fmt: skip
 LEGEND_WIDTH, HANDLE_WIDTH = 84, 7  # in characters
-PANEL_WIDTH = 50  # characters of a small title above one of two panels in a row
+PANEL_WIDTH = 50  # number of characters in a small title above one of two panels in a row
 SERIES = 6  # maximum number of series that a reader can distinguish in one plot
 
 
 def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[str]]:
-    """Split more than :data:`SERIES` encodings into several plots, with separate plots for the cosine map.
+    """Split more than :data:`SERIES` encodings into several plots. The cosine map gets separate plots.
 
-    Every plot contains the reference. Variants of an encoding stay together if they fit.
+    Every plot contains the reference. Variants of an encoding stay together if they fit into one plot.
     """
     if len(names) <= SERIES:
         return [list(names)]
@@ -65,7 +66,7 @@ def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[s
 
 
 def set_title(axis: Any, title: str, names: Sequence[str], is_split: bool) -> None:
-    """Set the title of a panel, which also lists the panel's series if they are split into several panels."""
+    """Set the title of a panel. If series are split into several panels, the title also lists the panel's series."""
     listed = textwrap.fill(", ".join(names), PANEL_WIDTH, break_on_hyphens=False)
     axis.set_title(f"{title}\n{listed}".strip() if is_split else title, **({"fontsize": 7} if is_split else {}))
 
@@ -73,17 +74,20 @@ def set_title(axis: Any, title: str, names: Sequence[str], is_split: bool) -> No
 def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return a colour, marker and line style for each encoding, for use in all plots.
 
-    Unknown encodings get the colours of known encodings that are absent. Encodings that only differ in their options
-    get shades of the same colour.
+    Unknown encodings get the colours of known encodings that are not in ``names``, with pale colours last. Encodings
+    that only differ in their options get shades of the same colour.
     """
     bases = {name: _base(name) for name in names}
-    unused = [color for known, color in ENCODINGS.items() if known not in bases.values()] or list(OKABE_ITO)
+    used = {ENCODINGS[base] for base in bases.values() if base is not None}
+    unused = sorted(OKABE_ITO.keys() - used, key=lambda color: (color in PALE, list(OKABE_ITO).index(color)))
     others = [name for name, base in bases.items() if base is None]
     looks, unknown = {}, iter(OTHER_VARIANTS * len(names))
     for name, base in bases.items():
-        color = unused[others.index(name) % len(unused)] if base is None else ENCODINGS[base]
+        number = others.index(name) if base is None else 0
+        color = (unused or list(OKABE_ITO))[number % len(unused or OKABE_ITO)] if base is None else ENCODINGS[base]
         rest = name.removeprefix(base or "").strip(" +-:")
-        line, marker = ("-", MARKERS[color]) if base == name else VARIANTS.get(rest) or next(unknown)
+        is_solid = base == name or (base is None and number < len(unused))
+        line, marker = ("-", MARKERS[color]) if is_solid else VARIANTS.get(rest) or next(unknown)
         alike = [each for each in names if ":" in each and bases[each] == base]
         share = alike.index(name) / len(alike) if name in alike else 0.0
         looks[name] = {"color": _mix_with_white(OKABE_ITO[color], 0.8 * share), "marker": marker, "linestyle": line}
@@ -96,7 +100,7 @@ def _mix_with_white(color: str, share: float) -> str:
 
 
 def _base(name: str) -> str | None:
-    """Return the longest known encoding with which a name starts."""
+    """Return the longest known encoding that the name starts with."""
     starts = [known for known in ENCODINGS if name == known or name.startswith((f"{known}-", f"{known} ", f"{known}:"))]
     return max(starts, key=len, default=None)
 
@@ -116,7 +120,7 @@ def choose_colors(libraries: Sequence[str]) -> dict[str, str]:
 
 
 def add_legend(figure: Figure, columns: int = 3) -> None:
-    """Add a common legend for all axes below the figure, with fewer columns if labels are long."""
+    """Add a legend for all axes, placed below the figure. Use fewer columns if labels are long."""
     handles: dict[str, Any] = {}
     for axis in figure.axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -126,7 +130,7 @@ def add_legend(figure: Figure, columns: int = 3) -> None:
 
 
 def save(figure: Figure, path: Path, dpi: int = 130, **options: Any) -> None:
-    """Save a figure, save a copy named NAME-dark for pages with a dark background, and close the figure."""
+    """Save a figure and a copy named NAME-dark for pages with a dark background, and close the figure."""
     figure.savefig(path, dpi=dpi, **options)
     darken(figure)
     figure.savefig(path.with_stem(f"{path.stem}-dark"), dpi=dpi, **options)

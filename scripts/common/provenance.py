@@ -1,4 +1,4 @@
-"""Records of the machine, the versions and the commit of a measurement."""
+"""Records of the machine, versions and commit with which a measurement was made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .devices import gpu_name
 
 
 def git_commit(digits: int = 40) -> str:
-    """Return the checkout's commit, with a + if files have changed, or "" if there is no git history."""
+    """Return the checkout's commit, followed by "+" if files have changed, or "" if there is no git history."""
     command = ["git", "describe", "--always", f"--abbrev={digits}", "--exclude=*", "--dirty=+"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -46,7 +46,7 @@ def measured_on(device: torch.device, commit: str | None) -> dict[str, str]:
 
 
 def environment(device: str, *packages: str) -> dict[str, Any]:
-    """Return machine, versions and commit, without host names or paths."""
+    """Return the machine, versions and commit. Host names and paths are left out."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -60,7 +60,7 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
 
 
 def describe_environments(environments: list[dict[str, Any]]) -> str:
-    """Summarise the machines, versions and commits of several environments for a report."""
+    """Summarise the machines, versions and commits from several environments for a report."""
     where = dict.fromkeys(f"{found['gpu'] or found['cpu']}, torch {found['torch']}" for found in environments)
     return f"{' and '.join(where)}, {name_commits((found['commit'] or 'unknown')[:12] for found in environments)}"
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..common.options import group_options
+from ..common.options import Command, group_options
 
 app = typer.Typer(add_completion=False)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -31,7 +31,7 @@ SHRUNK = 1  # number of failures per job to reduce to a smaller configuration
 
 
 class GPUError(RuntimeError):
-    """Error after which the process can't use the GPU. It names the seed that caused it, or one shortly after."""
+    """Error after which the process can't use the GPU. The message names the seed that caused it, or a later one."""
 
 
 class Job(NamedTuple):
@@ -50,23 +50,25 @@ class Result(NamedTuple):
     job: Job
     done: int
     reports: list[str]
-    largest: tuple[float, str] = (0.0, "")  # error relative to rounding, and its seed
+    largest: tuple[float, str] = (0.0, "")  # error relative to rounding, and the seed
     mean: tuple[float, str] = (0.0, "")
 
 
-@app.command(epilog="Example: lrpe-md fuzz --impl reference --count 100")
+@app.command(cls=Command, epilog="Example: lrpe-md fuzz --impl reference --count 100")
 @group_options(PANELS)
 def main(
     impl: Annotated[str, typer.Option(help="Implementation to check: reference or triton.")] = "triton",
-    only: Annotated[str, typer.Option(help="all, linear (linear attention) or maps (cosine and rotate).")] = "all",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto. Triton runs in its interpreter on a CPU.")] = "auto",
+    only: Annotated[str, typer.Option(help="Check all, linear (linear attention) or maps (cosine, rotate).")] = "all",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda or auto. On a CPU, Triton is interpreted.")] = "auto",
     count: Annotated[int, typer.Option(min=1, help="Number of configurations.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="First seed; each configuration is drawn from one seed.")] = 0,
-    seconds: Annotated[float, typer.Option(min=0, help="Time budget in seconds; 0: no limit.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Time budget in seconds; 0 sets no limit.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     repeat: Annotated[
         int,
-        typer.Option(min=0, help="Number of consecutive seeds per compiled variant; 0: 20 on a GPU, else 1."),
+        typer.Option(
+            min=0, help="Number of consecutive seeds per compiled variant; 0 chooses 20 on a GPU, 1 on a CPU."
+        ),
     ] = 0,
 ) -> None:
     """Compare outputs and gradients of random configurations with the formula. The exit code is 1 on a mismatch."""
@@ -82,7 +84,7 @@ def main(
             "--impl triton: expected a GPU, or a checkout of the repository for Triton's interpreter"
         )
     if interpreting:
-        os.environ["TRITON_INTERPRET"] = "1"  # inherited by new processes, before they import triton
+        os.environ["TRITON_INTERPRET"] = "1"  # new processes inherit this before they import triton
     repeat = repeat or (20 if kind == "cuda" else 1)
     size = -(-max(repeat, 10) // repeat) * repeat
     starts = range(seed // repeat * repeat, seed + count, size)
@@ -104,7 +106,7 @@ def main(
 
 
 def run_jobs(jobs: list[Job], processes: int, end: float | None) -> list[Result]:
-    """Run jobs in new processes, and print each report as soon as it arrives."""
+    """Run jobs in new processes, and print each report immediately."""
     results: list[Result] = []
     waiting = iter(jobs)
     running: dict[Future[Result], Job] = {}
@@ -169,7 +171,7 @@ def run_job(job: Job, end: float | None) -> Result:
             with limit_time(seed, config):
                 verdict = check(config, job.impl, job.device)
         except Exception as error:
-            if "CUDA error" in str(error):  # later CUDA calls of the process fail, too
+            if "CUDA error" in str(error):  # later CUDA calls of this process would also fail
                 raise GPUError(f"seed {seed}: {config!r}\n    {describe(error)}") from None
             reports.append(f"seed {seed}: {config!r}\n    {describe(error)}")
             continue
@@ -185,7 +187,7 @@ def run_job(job: Job, end: float | None) -> Result:
 
 @contextmanager
 def limit_time(seed: int, config: Any) -> Iterator[None]:
-    """End the process if a configuration takes longer than SLOWEST, after printing it and each thread's stack."""
+    """If a configuration takes longer than SLOWEST, print it and each thread's stack, and end the process."""
 
     def stop() -> None:
         print(f"seed {seed} takes longer than {SLOWEST:g} s: {config!r}", flush=True)
@@ -204,7 +206,7 @@ def limit_time(seed: int, config: Any) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Describe the first error in a chain, and where it was raised."""
+    """Describe the first error in a chain, including where it was raised."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
     place = traceback.extract_tb(error.__traceback__)[-1]

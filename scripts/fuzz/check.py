@@ -1,11 +1,11 @@
 """Decide whether rounding explains the difference between the library and the formula.
 
 The check runs the formula :data:`SAMPLES` more times, with random relative errors in each step that are as large as the
-library's rounding (:class:`~.formula.Rounding`). The changes in each element estimate the effect of rounding on it,
-which is only large where terms cancel. An element may differ by :data:`LARGEST` times the standard deviation of these
-changes, taken from the element and its row, plus one unit in the last place. For the root mean square over all
-elements, the factor is :data:`MEAN`. In float32, a wrong token, sign or index exceeds these bounds by orders of
-magnitude. Memory that no kernel wrote is NaN.
+library's rounding (:class:`~.formula.Rounding`). The changes in each element estimate the effect of rounding on that
+element. This effect is only large where terms cancel. An element may differ by :data:`LARGEST` times the standard
+deviation of these changes (taken from the element and its row), plus one unit in the last place. For the root mean
+square over all elements, the factor is :data:`MEAN`. In float32, a wrong token, sign or index exceeds these bounds by
+orders of magnitude. Memory that no kernel wrote is NaN.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MEAN = 4.0
 
 
 class Mismatch(NamedTuple):
-    """Result that exceeds its bounds."""
+    """Result whose error exceeds the bounds."""
 
     name: str
     place: tuple[int, ...]  # index of the worst element
     actual: float
     expected: float
-    times: float  # its error relative to rounding
-    mean: float  # the same over all elements, root mean square
+    times: float  # the worst element's error relative to rounding
+    mean: float  # root mean square of this ratio over all elements
 
     def __str__(self) -> str:
         return (
@@ -46,7 +46,7 @@ class Mismatch(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Mismatches of one configuration, and the largest factors among all results."""
+    """Mismatches found for one configuration, and the largest factors among all results."""
 
     mismatches: list[Mismatch]
     largest: float = 0.0
@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 @contextmanager
 def nan_filled() -> Iterator[None]:
-    """Make torch.empty and similar functions return NaN, to detect memory that is not written."""
+    """Make torch.empty and similar functions return NaN, so that memory that is never written is detected."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -66,7 +66,7 @@ def nan_filled() -> Iterator[None]:
 
 
 def choose_rounding(c: Config, tensors: Named, impl: str) -> Rounding:
-    """Return the largest rounding error of each kind of step, for use as the standard deviation of its errors."""
+    """Return the largest rounding error of each kind of step, for use as the standard deviation of random errors."""
     own = torch.finfo(getattr(torch, c.dtype)).eps / 2
     arithmetic = min(own, torch.finfo(torch.float32).eps / 2)
     products = isinstance(c, LinearConfig) and impl == "triton" and c.dtype in ("bfloat16", "float16")
@@ -75,7 +75,7 @@ def choose_rounding(c: Config, tensors: Named, impl: str) -> Rounding:
 
 
 def check(c: Config, impl: str = "triton", device: Any = "cpu") -> Verdict:
-    """Compare the outputs and gradients of one configuration with the formula's."""
+    """Compare the outputs and gradients of one configuration with those of the formula."""
     torch.manual_seed(c.seed)
     inputs = make_inputs(c, device)
     rounding = choose_rounding(c, inputs.tensors, impl)
@@ -92,7 +92,7 @@ def check(c: Config, impl: str = "triton", device: Any = "cpu") -> Verdict:
     with nan_filled():
         if c.is_repeated:
             run_library(c, make_inputs(replace(c, seed=c.seed + 1), device), impl)
-        actual = run_library(c, inputs, impl)  # last, since it overwrites out=
+        actual = run_library(c, inputs, impl)  # last, because this overwrites out=
     for name in actual.keys() & {"o", "q", "k", "v"}:
         assert actual[name].dtype == getattr(torch, c.dtype), (name, actual[name].dtype)
     results = [judge(name, y, exact[name], total[name], ambiguous.get(name)) for name, y in actual.items()]
@@ -101,7 +101,7 @@ def check(c: Config, impl: str = "triton", device: Any = "cpu") -> Verdict:
 
 
 def find_ambiguous_rows(c: LinearConfig, inputs: Inputs, rounding: Rounding) -> Tensor:
-    """Return a mask (B, H, N, 1) of the rows of o that can't be checked, because rounding may move z across a bound."""
+    """Return a mask (B, H, N, 1) of the rows of o that can't be checked because rounding may move z across a bound."""
     no_grads = inputs._replace(grads={})
     exact = run_formula(c, no_grads)
     ambiguous = torch.zeros_like(exact["o"][..., :1], dtype=torch.bool)
@@ -120,7 +120,7 @@ def find_ambiguous_rows(c: LinearConfig, inputs: Inputs, rounding: Rounding) -> 
 
 
 def judge(name: str, actual: Tensor, exact: Tensor, variance: Tensor, ignored: Tensor | None) -> Mismatch:
-    """Compare a result with the exact one, where ``variance`` is the variance of its elements under random errors."""
+    """Compare a result with the exact result. ``variance`` is the variance of each element under random errors."""
     assert actual.shape == exact.shape, (name, actual.shape, exact.shape)
     if not actual.numel():
         return Mismatch(name, (), 0.0, 0.0, 0.0, 0.0)
@@ -138,7 +138,7 @@ def judge(name: str, actual: Tensor, exact: Tensor, variance: Tensor, ignored: T
 
 
 def shrink(c: Config, impl: str, device: Any, seconds: float = 30.0) -> Config:
-    """Return a simpler configuration that also fails, with default values of fields and smaller sizes.
+    """Return a simpler configuration that also fails, with more fields at their defaults and smaller sizes.
 
     The search stops after ``seconds``, because each candidate may have to be compiled.
     """

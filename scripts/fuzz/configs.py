@@ -1,4 +1,4 @@
-"""Configurations that contain all arguments of a call, and whose repr you can paste into a test."""
+"""Configurations that contain all arguments of a call. You can paste the repr of a configuration into a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lrpe_md import Coordinates, Grid
 
-SHARED = {  # layouts with strides of 0: index of the part that is repeated
+SHARED = {  # layouts with zero strides, and the index of the part that is repeated
     "one sample": (slice(1),), "one head": (slice(None), slice(1)), "one number": (slice(1),) * 4,
 }  # fmt: skip
 PADDING = 16  # NaN elements before and after each input; a multiple of 16 keeps addresses aligned to 16 bytes
@@ -39,7 +39,7 @@ class Place(_Small):
     start: int = 0
     length: int | None = None
     origin: bool = False
-    by_sample: bool = False  # origin or coordinates differ by sample
+    by_sample: bool = False  # whether origin or coordinates differ by sample
     masked: bool = False  # some rows of coordinates are not rotated
     max_coordinate: float = 20.0  # largest coordinate or origin
     dtype: str = "float32"  # dtype of coordinates, or of an origin (int32 or int64)
@@ -67,7 +67,7 @@ class NormConfig(_Small):
 
 @dataclass(frozen=True, repr=False)
 class Config(_Small):
-    """Fields that the maps and linear attention share."""
+    """Fields shared by the maps and linear attention."""
 
     map: str | None = "rotate"
     dtype: str = "float32"
@@ -89,7 +89,7 @@ class Config(_Small):
     grad_layout: str = "dense"
     zeros: bool = False  # some tokens are zero
     frozen: tuple[str, ...] = ()  # tensors that require no gradient
-    is_repeated: bool = False  # repeat a call of the same sizes with other values
+    is_repeated: bool = False  # repeat the call with the same sizes and other values
     seed: int = 0
 
     @property
@@ -119,7 +119,7 @@ class Config(_Small):
 
 @dataclass(frozen=True, repr=False)
 class LinearConfig(Config):
-    """Call of :func:`lrpe_md.linear_attention`."""
+    """Configuration of a call to :func:`lrpe_md.linear_attention`."""
 
     v_dim: int = 4
     act: str = "relu"
@@ -135,7 +135,7 @@ class LinearConfig(Config):
     state: bool = False
     return_state: bool = False
     gradient_of: str = "both"  # | "o" | "state"
-    decay: str = "none"  # | "heads" | "one": for all heads | "blocks": of each head | "shared": by samples and heads
+    decay: str = "none"  # | "heads" | "one": for all heads | "blocks": per head | "shared": by samples and heads
     decay_dtype: str = "float32"
     rule: str = "add"
     directions: str = "forward"
@@ -154,11 +154,11 @@ class LinearConfig(Config):
 
     @property
     def has_kernels(self) -> bool:
-        """Return whether there are kernels for this call."""
+        """Return whether kernels support this call."""
         return not self.forgets or (self.lengths is None and (self.mask == "causal" or self.block > 1))
 
     def count_blocks(self) -> int:
-        """Return the number of blocks between prefix and suffix, or of tokens with a causal mask."""
+        """Return the number of blocks between prefix and suffix. With a causal mask, each token is a block."""
         num_tokens, place = self.tokens[0], self.place_q
         if self.mask == "causal":
             return num_tokens
@@ -176,7 +176,7 @@ class LinearConfig(Config):
 
 @dataclass(frozen=True, repr=False)
 class MapConfig(Config):
-    """Call of :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate`."""
+    """Configuration of a call to :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate`."""
 
     form: str = "one"  # tensor | "two": q and k | "qkv" | "stacked": qkv with num_key_heads
     samples: tuple[Place, ...] = ()  # positions of packed samples, instead of places
@@ -201,7 +201,7 @@ class MapConfig(Config):
 
 @dataclass(frozen=True)
 class Where:
-    """Positions in the forms that the library and the formula expect."""
+    """The same positions in two forms, for the library and for the formula."""
 
     positions: Any
     coords: Tensor  # (B or 1, N, K) float64
@@ -297,7 +297,7 @@ def arrange(values: Tensor, layout: str) -> Tensor:
 
 
 class Draws:
-    """Random tensors of a configuration, which are the same on all devices."""
+    """Random tensors for a configuration. They are the same on all devices."""
 
     def __init__(self, config: Config, device: Any) -> None:
         self.config, self.device = config, device
@@ -310,14 +310,14 @@ class Draws:
         return torch.rand(size, generator=self.generator)
 
     def rows(self, *size: int, layout: str | None = None) -> Tensor:
-        """Draw a tensor (B, H, N, D), such as q, k, v, an output's gradient or a cache."""
+        """Draw a tensor (B, H, N, D), for example q, k, v, an output's gradient or a cache."""
         values = self.normal(*size)
         if self.config.zeros:
             values = torch.where(self.uniform(*size[:3])[..., None] < 0.2, 0, values)
         return arrange(values.to(self.device, getattr(torch, self.config.dtype)), layout or self.config.layout)
 
     def table(self, values: Tensor) -> Tensor:
-        """Lay out any other tensor in memory. With the layout "odd", it is not contiguous."""
+        """Lay out any other tensor in memory. With the layout "odd", the result is not contiguous."""
         values = values.to(self.device)
         return pad(values.mT).mT if self.config.layout == "odd" and values.ndim > 1 else pad(values)
 
@@ -325,7 +325,7 @@ class Draws:
         return locate(place, num_tokens, self.config.batch, self.device, self.generator)
 
     def frequencies(self, groups: int = 1) -> dict[str, Tensor]:
-        """Draw those of omega, phase_q, phase_k and amplitude that the configuration has."""
+        """Draw omega, phase_q, phase_k and amplitude, as far as the configuration uses them."""
         c = self.config
         heads, channels = c.heads[1] if c.omega_heads else 1, c.channels
         if c.map is None:
@@ -343,7 +343,7 @@ class Draws:
         return {name: self.table(t) for name, t in tensors.items()}
 
     def norm_weights(self) -> dict[str, Tensor]:
-        """Draw those of weight_q, weight_k, bias_q and bias_k that the configuration has."""
+        """Draw weight_q, weight_k, bias_q and bias_k, as far as the configuration uses them."""
         c, tensors = self.config, {}
         if c.norm is None or c.norm.weight == "none":
             return {}

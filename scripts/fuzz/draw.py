@@ -17,18 +17,18 @@ DENSE = ("dense", "tokens first", "packed", "channels first", "odd")
 
 
 class Limits(NamedTuple):
-    """Largest sizes that a device can run in a short time."""
+    """Largest sizes that a device can handle in a short time."""
 
     tokens: int = 40
-    long: int = 150  # number of tokens of one configuration in ten
-    repeat: int = 1  # number of seeds in a row that share their compiled kernels
-    pairs: int = 10**7  # limit of token pairs times heads, which the formula stores
-    copies: int = 3  # largest number of samples and of key heads
-    compiled: bool = False  # on a GPU: no linear attention in float64, states that fit the kernels
+    long: int = 150  # number of tokens in every tenth configuration
+    repeat: int = 1  # number of consecutive seeds that share compiled kernels
+    pairs: int = 10**7  # maximum number of token pairs times heads, because the formula stores them
+    copies: int = 3  # maximum number of samples, and of key heads
+    compiled: bool = False  # on a GPU: only sizes and dtypes that the kernels support
 
 
 class Dice(NamedTuple):
-    """Random number generators, ``variant`` for fields that select a compiled kernel, and ``free`` for all others."""
+    """Random number generators: ``variant`` for fields that select a compiled kernel, ``free`` for all other fields."""
 
     variant: Random
     free: Random
@@ -45,7 +45,7 @@ def draw(seed: int, kind: str, limits: Limits) -> Config:
 
 
 def pick(rng: Random, first: Any, *others: Any, share: float = 0.6) -> Any:
-    """Return the first value with probability ``share``, and otherwise one of the others."""
+    """Return the first value with probability ``share``, or else one of the other values."""
     return first if rng.random() < share else rng.choice(others)
 
 
@@ -180,7 +180,7 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
             c, gate=v.choice(("float", "zeros", "nan", "bool", "closed")), gate_heads=f.random() < 0.5,
             gate_dtype=v.choice(("float32", dtype)),
         )  # fmt: skip
-    if c.gate == "nan" and c.layout not in DENSE:  # tokens of other layouts share memory
+    if c.gate == "nan" and c.layout not in DENSE:  # in other layouts, tokens share memory
         c = replace(c, layout="dense")
     state = f.random() < 0.35
     kept = f.random() < 0.35
@@ -189,7 +189,7 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
 
 
 def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
-    """Draw a decay, the delta rule and the directions."""
+    """Draw the decay, the update rule and the directions."""
     v = d.variant
     c = replace(
         c, decay=v.choice(("none", "heads", "one", "blocks", "shared")), decay_dtype=pick(v, "float32", c.dtype)
@@ -207,7 +207,7 @@ def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
 
 
 def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool, bool]) -> Any:
-    """Draw the positions of q and k, and their numbers of tokens in case there are no positions."""
+    """Draw the positions of q and k, and the numbers of tokens in q and k in case there are no positions."""
     mask, cross, whole = how
     whole = whole or mask == "block"
     num = d.tokens()
@@ -218,7 +218,7 @@ def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool
 
 
 def draw_lengths(f: Random, num_tokens: int) -> tuple[int, ...]:
-    """Draw the lengths of one, a few or many sequences, some of which may be 0."""
+    """Draw the lengths of one, a few or many sequences. A length may be 0."""
     num = f.choice((1, 1, 2, 3, 5, num_tokens + 2))
     ends = sorted(f.randint(0, num_tokens) for _ in range(num - 1))
     return tuple(b - a for a, b in zip([0, *ends], [*ends, num_tokens], strict=True))
@@ -258,7 +258,7 @@ def draw_maps(d: Dice, seed: int) -> MapConfig:
     if pair and form == "qkv":  # q, k and v have the same number of tokens
         shape = (places[0].num_tokens,) + (1,) * (axes - 1)
         places[1] = replace(places[0], kind="grid", shape=shape, prefix=0, suffix=0, start=0, length=None, masked=False)
-    own = d._replace(variant=Random(v.random()))  # packed positions become a table, so their fields select no kernel
+    own = d._replace(variant=Random(v.random()))  # fields of packed positions don't select a kernel
     samples = tuple(draw_place(own, axes, whole=True, packed=True) for _ in range(f.randint(1, 4) * packed))
     if form == "one" and common["phase"] != "none":
         common["phase"] = "shared"
@@ -272,7 +272,7 @@ def draw_maps(d: Dice, seed: int) -> MapConfig:
         inverse=map == "rotate" and v.random() < 0.2,
     )  # fmt: skip
     if not over_tokens and v.random() < 0.4:
-        places = (None,) if samples else c.places  # packed tokens all belong to the grid
+        places = (None,) if samples else c.places  # all packed tokens are on the grid
         c = replace(c, norm=draw_norm(d, places, form == "qkv" or repeats == 1, dtype, form != "one"))
     if v.random() < 0.25:
         forms = ("slice", "start", "starts", *(("first",) if form != "one" else ()))

@@ -5,9 +5,9 @@
     o_n = Σ_m [n sees m] β_m (q̂_n · k̂_m) v_m / z_n
     with a memory that forgets, block by block: S_f = g_f (I − [delta] Σ β k̂ k̂ᵀ) S_{f−1} + Σ β k̂ vᵀ
 
-It follows the documentation, not the reference implementation, and its gradients come from autograd. A
-:class:`Rounding` adds random errors after each step in which an implementation may round. check.py measures their
-effect.
+This implementation follows the documentation, not the reference implementation. Its gradients come from autograd. A
+:class:`Rounding` adds random errors after each step in which an implementation may round. check.py measures the effect
+of these errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .configs import Config, LinearConfig, MapConfig, NormConfig, Where
 
 
 def _draw_errors(x: Tensor) -> Tensor:
-    """Draw errors, a part of which all tokens share because equal tokens are rounded equally."""
+    """Draw random errors. One part is the same for all tokens, because equal tokens are rounded equally."""
     own = torch.randn_like(x)
     return own if x.ndim < 3 else own + torch.randn_like(x[..., :1, :])
 
@@ -42,12 +42,12 @@ class _Perturb(torch.autograd.Function):
 
 
 class Rounding(NamedTuple):
-    """Standard deviations of the relative errors of single steps, where 0 means exact."""
+    """Standard deviations of the relative errors in single steps. 0 means exact."""
 
     arithmetic: float = 0.0
     operand: float = 0.0  # operands of matrix products
     result: float = 0.0  # results stored between two launches
-    parameters: Mapping[str, float] = MappingProxyType({})  # error of the gradient that one launch stores, by parameter
+    parameters: Mapping[str, float] = MappingProxyType({})  # error in the gradient that a launch stores, by parameter
 
     def perturb(self, x: Tensor, level: str = "arithmetic", backward: str | None = None) -> Tensor:
         if not self.arithmetic:
@@ -55,12 +55,12 @@ class Rounding(NamedTuple):
         return _Perturb.apply(x, getattr(self, level), getattr(self, backward or level))  # pyright: ignore
 
     def read(self, t: dict[str, Tensor], name: str) -> Any:
-        """Return a parameter for a single launch, which rounds its contribution to the gradient."""
+        """Return a parameter for a single launch. The launch rounds its contribution to the parameter's gradient."""
         x = t.get(name)
         return x if x is None or not self.arithmetic else _Perturb.apply(x, 0.0, self.parameters[name])
 
     def perturb_angle(self, theta: Tensor, reach: Tensor) -> Tensor:
-        """Add float32 errors of angles within a turn, and float64 errors of large angles."""
+        """Add rounding errors to angles: a float32 error within a turn, and a float64 error relative to ``reach``."""
         if not self.arithmetic:
             return theta
         noise = torch.randn_like(theta) * (4 * self.arithmetic + 2**-52 * reach)
@@ -83,7 +83,7 @@ def share(t: Tensor, heads: int) -> Tensor:
 
 
 def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor, r: Rounding) -> Tensor:
-    """Apply a norm over each head, or over all heads together."""
+    """Apply a norm to each head separately, or to all heads together."""
     over = (-1,) if norm.over == "head" else (-3, -1)
     if norm.kind == "layer":
         x = r.perturb(x, "exact", "arithmetic") - r.perturb(r.perturb(x).mean(over, keepdim=True))
@@ -211,16 +211,16 @@ def make_mask(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
 
 
 def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r: Rounding) -> dict[str, Tensor]:
-    """Return o, the state (S, sums) after the last token and, with a normaliser, z."""
+    """Return o, the state (S, sums) after the last token, and z if there is a normaliser."""
     q, k, v, gate = t["q"], t["k"], t["v"], t.get("gate")
     beta = torch.ones((1, 1, k.shape[2], 1), dtype=q.dtype, device=q.device) if gate is None else gate[..., None]
-    if gate is not None:  # a gate of 0 removes a token even if it is NaN, and has no gradient
+    if gate is not None:  # a gate of 0 removes even a NaN token, and gets no gradient
         k, v, beta = (torch.where(beta == 0, 0, x) for x in (k, v, beta))
     q_bar, q_hat = encode(c, q, wheres[0], t, "q", r)
     k_bar, k_hat = encode(c, k, wheres[1], t, "k", r)
     keys = Keys(k_hat, k_bar if c.normalizer == "unrotated" else k_hat, beta)
     k_bar, k_hat = beta * k_bar, beta * k_hat
-    # Each is used twice, and the gradients may be rounded before they are summed.
+    # Each tensor is used twice, and its two gradients may be rounded before they are summed.
     feature_q, feature_k = (q_bar, k_bar) if c.normalizer == "unrotated" else (q_hat, k_hat)
     feature_q, feature_k = r.perturb(feature_q), r.perturb(feature_k)
     q_hat, k_hat, v = r.perturb(q_hat, "operand"), r.perturb(k_hat, "operand"), r.perturb(v, "operand")
@@ -241,7 +241,7 @@ def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r
     return {"o": r.perturb(o), "S": after_S, "sums": after_sums, "z": z}
 
 
-Found = tuple[Tensor, Tensor, Tensor, Tensor]  # rows, z, and the state after the last token
+Found = tuple[Tensor, Tensor, Tensor, Tensor]  # output rows, z, and the state after the last token
 
 
 def sum_pairs(
@@ -263,7 +263,7 @@ def sum_pairs(
     )
 
     def read_state(queries: Tensor, states: Tensor) -> Tensor:
-        """Multiply queries by the states of their sequences."""
+        """Multiply each query by the state of its sequence."""
         of_query = member[:, :, None] if packed else torch.ones_like(queries[0, :1, :, :1])
         products = [m * (queries @ share(state, heads)) for m, state in zip(of_query, states, strict=True)]
         return share(fade.from_start, heads) * torch.stack(products).sum(0)
@@ -271,7 +271,7 @@ def sum_pairs(
     between = share(fade.between, heads)
     weights = r.perturb(torch.where(mask, (q_hat @ share(k_hat, heads).mT) * between, 0), "operand")
     rows = weights @ share(v, heads) + read_state(q_hat, r.perturb(S, "operand"))
-    if r.arithmetic:  # rounding of implementations that sum the state over the keys that a query sees
+    if r.arithmetic:  # rounding in implementations that sum the state over the keys that a query attends to
         seen = mask.sum(-1, keepdim=True) / max(mask.shape[1], 1)
         rows = rows + seen * read_state(q_hat, r.perturb(own_S, "operand") - own_S)
     rows = r.perturb(rows, "exact", "operand")
@@ -302,7 +302,7 @@ def fade_tokens(t: dict[str, Tensor], mask: Tensor, member: Tensor, sequence: Te
     upto = logs.cumsum(-1)
     first = torch.arange(len(sequence), device=upto.device) // BLOCK * BLOCK
     before = (upto - logs)[..., first]
-    upto = before + r.perturb(upto - before)  # kernels subtract sums of a block's logarithms
+    upto = before + r.perturb(upto - before)  # kernels subtract sums of logarithms within a block
     total = torch.einsum("bhn,sn->sbh", logs, member)
     ends = total.cumsum(0).movedim(0, -1)[..., sequence]  # up to the end of each token's sequence
     begins = ends - total.movedim(0, -1)[..., sequence]
@@ -320,11 +320,11 @@ class Keys(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Tokens that are added to the state together."""
+    """Group of tokens that are added to the state together."""
 
     begin: int
     end: int
-    number: int | None  # index of its decay, if any
+    number: int | None  # index of the block's decay, if any
 
 
 def list_blocks(c: LinearConfig, where: Where) -> list[Block]:
@@ -340,7 +340,7 @@ def list_blocks(c: LinearConfig, where: Where) -> list[Block]:
 def recur(
     c: LinearConfig, t: dict[str, Tensor], queries: Any, keys: Keys, v: Tensor, where: Where, r: Rounding
 ) -> Found:  # fmt: skip
-    """Compute attention with a memory by processing one block after the other."""
+    """Compute attention with a memory, one block after another."""
     (q_hat, feature_q), heads = queries, queries[0].shape[1]
     batch, key_heads = v.shape[:2]
     blocks = list_blocks(c, where)

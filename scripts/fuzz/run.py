@@ -1,4 +1,4 @@
-"""Compute the outputs and gradients of a configuration, with the library and with the formula."""
+"""Compute the outputs and gradients for a configuration, with the library and with the formula."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def get_output_shapes(c: MapConfig) -> dict[str, tuple[int, int, int, int]]:
 
 
 def make_common_options(c: Config, t: Named) -> dict[str, Any]:
-    """Return the arguments that the public functions share."""
+    """Return the arguments that all public functions accept."""
 
     def pair(name: str, both: bool) -> Any:
         return (t.get(f"{name}_q"), t.get(f"{name}_k")) if both else t.get(f"{name}_q")
@@ -235,7 +235,7 @@ def list_learned(c: Config, t: Named) -> list[str]:
 
 
 def differentiate(function: Callable[[Named], Named], t: Named, names: list[str], grads: Named) -> Named:
-    """Return the outputs, and the gradients of the named tensors under "d" + name."""
+    """Return the outputs by name, and the gradient of each tensor in ``names`` as "d" + its name."""
     if not grads or not names:
         with torch.no_grad():
             return dict(function(t))
@@ -271,7 +271,7 @@ def run_formula(c: Config, inputs: Inputs, rounding: Rounding = EXACT) -> Named:
 
 @contextmanager
 def patch_cuts(name: str, on_gpu: bool) -> Iterator[None]:
-    """Change how the library divides tokens among programs, so that even few tokens need several programs."""
+    """Change how the library divides tokens among programs, so that even a few tokens need several programs."""
     unit = 32 if on_gpu else 1
     changes: list[tuple[Any, str, Any]] = [] if name == "own" else [(linear_plan, "ONE_PASS", 0)]
     if name in ("pieces", "parts"):

@@ -11,7 +11,7 @@ import typer
 
 from ..common.lazy import lazy_app
 
-# Task → name of its configuration class in the module of the same name, and its one-line help.
+# Task → configuration class (in the module named after the task), and a one-line help text.
 TRAININGS = {
     "digits": ("DigitsTraining", "Train a small ViT on scikit-learn's digits, in seconds on a CPU."),
     "image": ("ImageTraining", "Train a ViT on labelled images."),
@@ -29,7 +29,7 @@ OTHERS: dict[str, tuple[str, str]] = {
 
 
 def load_training(name: str, config: str) -> typer.Typer:
-    """Import a task and return its command."""
+    """Import a task, and return the task's command."""
     from .config import command
 
     module, app = importlib.import_module(f".tasks.{name}", __package__), _new()
@@ -38,7 +38,7 @@ def load_training(name: str, config: str) -> typer.Typer:
 
 
 def load_other(name: str, module: str) -> typer.Typer:
-    """Import a module and return its ``main`` as a command."""
+    """Import a module, and return the module's ``main`` as a command."""
     app = _new()
     app.command(name)(importlib.import_module(f".{module}", __package__).main)
     return app

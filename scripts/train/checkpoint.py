@@ -1,4 +1,4 @@
-"""Checkpoints, each of which is one file with unsharded tensors and a digest of its content."""
+"""Checkpoints. Each checkpoint is a single file with unsharded tensors and a digest of its content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, keep: int) -> None:
-    """Write a checkpoint. If ``keep`` is above 1, also keep the latest ones as checkpoint-STEP.pt."""
+    """Write a checkpoint. If ``keep`` is above 1, also keep the latest ``keep`` checkpoints as checkpoint-STEP.pt."""
     state["digest"] = digest_of(state)
     save_whole(path, partial(write_checkpoint, state))
     if keep < 2:
@@ -39,11 +39,11 @@ def _link(path: Path, part: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint that :meth:`Trainer.save` wrote, with tensors on the CPU."""
+    """Read a checkpoint written by :meth:`Trainer.save`. Tensors are loaded to the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling other data can raise any exception
-        raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start over") from error
+        raise typer.BadParameter(f"{path} can't be read ({first_sentence(error)}); delete it to start over") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise typer.BadParameter(f"{path} is not a checkpoint from this version; choose another --out")
     if state.pop("digest", None) != digest_of(state):
@@ -52,7 +52,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def restore(model: M, state: dict[str, Any], *, average: bool = True) -> M:
-    """Load a checkpoint's weights into its model, and return the model in evaluation mode.
+    """Load the weights of a checkpoint into a model, and return the model in evaluation mode.
 
     If ``average`` is True, load the averaged weights if there are any.
     """
@@ -60,20 +60,20 @@ def restore(model: M, state: dict[str, Any], *, average: bool = True) -> M:
     return model.eval()
 
 
-def first_line(error: Exception) -> str:
-    """Return the type and the first line of an error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def first_sentence(error: Exception) -> str:
+    """Return the type and the first sentence of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
 
 
 def write_checkpoint(state: dict[str, Any], path: Path) -> None:
     try:
         torch.save(state, path)
-    except RuntimeError as error:  # torch's writer, if the disk is full
+    except RuntimeError as error:  # raised by torch's writer if the disk is full
         raise OSError(errno.EIO, f"{path.name}: {error}".splitlines()[0]) from error
 
 
 def digest_of(state: Any) -> str:
-    """Return a hash of all names, numbers and tensors of a checkpoint."""
+    """Return a hash of all names, numbers and tensors in a checkpoint."""
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:

@@ -1,7 +1,7 @@
-"""Conditions of a diffusion run: captions, class labels, precomputed text features, or none.
+"""Conditions for a diffusion run: captions, class labels, precomputed text features, or none.
 
-A condition returns the encoder's inputs for each sample, and builds the encoder. Checkpoints store its ``settings``, so
-that :func:`build_encoder` can rebuild the encoder without the data.
+A condition returns the inputs of the encoder for each sample, and builds the encoder. Checkpoints store its
+``settings``, so that :func:`build_encoder` can rebuild the encoder without the data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = 1  # format version of feature folders
 
 
 class Condition(Protocol):
-    """Interface of the conditions.
+    """Interface for conditions.
 
     Attributes:
         settings: JSON values from which :func:`build_encoder` builds the encoder.
@@ -41,16 +41,16 @@ class Condition(Protocol):
     def settings(self) -> dict[str, Any]: ...
 
     def encoder(self) -> nn.Module | None:
-        """Build the model's encoder, or return None if it has none."""
+        """Build the encoder of the condition, or return None if there is none."""
         ...
 
     def inputs(self, indices: np.ndarray, device: torch.device) -> Any:
-        """Return the encoder's inputs for some samples, or None if there is no encoder."""
+        """Return the encoder's inputs for the given samples, or None if there is no encoder."""
         ...
 
 
 def build_encoder(settings: dict[str, Any]) -> nn.Module | None:
-    """Build a condition's encoder from its settings. Its weights and the empty features are in the checkpoint."""
+    """Build a condition's encoder from its settings. The checkpoint contains the weights and empty features."""
     kind = settings["kind"]
     if kind == "captions":
         return TextEncoder(settings["width"], settings["depth"], settings["heads"])
@@ -69,7 +69,7 @@ def _empty_features(length: int, width: int, pooled: int) -> Text:
 
 @dataclass(frozen=True)
 class Unconditional:
-    """Condition of models without an encoder, whose names are file names."""
+    """No condition, for models without an encoder. ``names`` contains file names."""
 
     names: Sequence[str]
 
@@ -85,7 +85,7 @@ class Unconditional:
 
 
 class EncoderSize(NamedTuple):
-    """Size of an encoder that is trained with the model, and the maximum length of a caption in bytes."""
+    """Size of an encoder that is trained with the model, and the maximum caption length in bytes."""
 
     width: int
     depth: int
@@ -109,7 +109,7 @@ class Captions:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Tokens (N, L) of the captions, on the CPU."""
+        """Tokens (N, L) of the captions on the CPU."""
         return tokenize(self.names, self.size.length)
 
     def inputs(self, indices: np.ndarray, device: torch.device) -> Tensor:
@@ -127,8 +127,8 @@ class Captions:
         return f"Held out all images of {len(counts)} captions for tests, among them {', '.join(shared)}"
 
     def describe_cuts(self) -> str:
-        """Report how many captions :attr:`tokens` truncates and how to avoid that, or return "" if there are none."""
-        lengths = [1 + len(caption.encode()) for caption in self.names]  # a token marks the start
+        """Report how many captions :attr:`tokens` truncates, and how to avoid this. Return "" if it truncates none."""
+        lengths = [1 + len(caption.encode()) for caption in self.names]  # one token marks the start
         cut = sum(length > self.size.length for length in lengths)
         if not cut:
             return ""
@@ -168,7 +168,7 @@ class Labels:
 
 
 class FeatureFolder:
-    """Memory-mapped text features that ``train features`` wrote.
+    """Memory-mapped text features written by ``train features``.
 
     Raises:
         typer.BadParameter: if the folder has other content or is damaged.
@@ -184,7 +184,9 @@ class FeatureFolder:
             )
         self.about: dict[str, Any] = read_json(about)
         if self.about.get("format") != FORMAT:
-            raise typer.BadParameter(f"--text-features {path}: written by another version; run `train features` again")
+            raise typer.BadParameter(
+                f"--text-features {path}: was written by another version; run `train features` again"
+            )
         self.rows = {caption: row for row, caption in enumerate(read_json(path / "captions.json"))}
         self.features, self.mask = self._array("features"), self._array("mask")
         self.pooled = self._array("pooled") if self.about["pooled_width"] else None
@@ -204,7 +206,7 @@ class FeatureFolder:
             ) from error
 
     def find(self, captions: Sequence[str]) -> np.ndarray:
-        """Return the row of each caption in the arrays."""
+        """Return the row index of each caption in the arrays."""
         absent = [caption for caption in captions if caption not in self.rows]
         if absent:
             raise typer.BadParameter(
@@ -214,7 +216,7 @@ class FeatureFolder:
         return np.array([self.rows[caption] for caption in captions], np.int64)
 
     def texts(self, rows: np.ndarray, device: torch.device) -> Text:
-        """Return the features of some rows in float32, padded to a common length."""
+        """Return the features in the given rows in float32, padded to a common length."""
 
         def read(array: np.ndarray) -> Tensor:
             return sent(np.ascontiguousarray(array[rows]), device)
@@ -235,7 +237,7 @@ class FeatureFolder:
 
 @dataclass(frozen=True)
 class Features:
-    """Precomputed features of captions, whose encoder is not trained.
+    """Precomputed features of captions. The encoder that computed the features is not trained.
 
     Args:
         names: captions of the samples.

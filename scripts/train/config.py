@@ -1,4 +1,4 @@
-"""Training options as fields of a dataclass, with their ranges, and the commands made from them."""
+"""Training options as dataclass fields with value ranges, and commands that are generated from these fields."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .interruption import Interrupted
 from .schedules import SCHEDULES, Schedule
 
 C = TypeVar("C", bound="Training")
-WIDTHS = ("head_dim:", "num_channels:", "rotary_dim:", "num_heads:", "dim:")  # beginnings of errors about widths
+WIDTHS = ("head_dim:", "num_channels:", "rotary_dim:", "num_heads:", "dim:")  # prefixes of errors about widths
 DATA, MODEL, OPTIMISER, RUN = PANELS = ("Data", "Model", "Optimiser", "Run")  # groups of --help
-# Options of several tasks that describe the model; other options of a task describe its data.
+# Task options that describe the model. Other task options describe the data.
 MODEL_OPTIONS = {
     "encoding", "attention", "memory", "patch", "dim", "depth", "heads", "qk_norm", "text_dim", "text_depth",
 }  # fmt: skip
@@ -44,10 +44,10 @@ def describe(
     Args:
         text: help text of the option.
         free: whether the option does not affect the weights.
-        least, below: range of the value, which must be at least ``least`` and less than ``below``.
-        off: whether 0 disables the option, which error messages then mention.
-        panel: group of the option in --help. The default is that of the same option in :class:`Training`, Model for the
-            names in :data:`MODEL_OPTIONS`, or Data for others.
+        least, below: the value must be at least ``least`` and less than ``below``.
+        off: whether 0 disables the option. Error messages then mention this.
+        panel: group of the option in --help. By default, it is the group in :class:`Training` for options of that
+            class, "Model" for the names in :data:`MODEL_OPTIONS`, and "Data" for all others.
     """
     return {"help": text, "free": free, "least": least, "below": below, "off": off, "panel": panel}
 
@@ -59,10 +59,10 @@ def option(default: Any, text: str, **about: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Options that all training commands share."""
+    """Options shared by all training commands."""
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
-    loss_unit: ClassVar[str] = ""  # in the summary
+    loss_unit: ClassVar[str] = ""  # unit shown in the summary
     out: Path = field(metadata=describe("Output folder. An interrupted run in it is resumed.", free=True, panel=RUN))
     steps: int = option(
         1000, "Number of optimiser steps. A finished run continues if you increase it.", least=1, panel=OPTIMISER
@@ -70,7 +70,10 @@ class Training:
     seconds: float = option(
         0.0, "Time budget in seconds, instead of --steps; 0 trains for --steps.", least=0, off=True, panel=RUN
     )
-    batch: int = option(64, "Samples per step, over all processes and micro-batches.", least=1, panel=OPTIMISER)
+    batch: int = option(
+        64, "Samples per step, over all processes and micro-batches; at most the number of training samples.", least=1,
+        panel=OPTIMISER,
+    )  # fmt: skip
     accumulate: int = option(1, "Micro-batches per step.", least=1, panel=OPTIMISER)
     opt: str = option("adamw", "Optimiser: the name of any timm optimiser.", panel=OPTIMISER)
     lr: float = option(1e-3, "Learning rate after the warm-up.", least=0, panel=OPTIMISER)
@@ -82,7 +85,7 @@ class Training:
         "cosine", "Learning rate schedule: cosine, constant, or wsd (warm-up, stable, decay).", panel=OPTIMISER
     )
     warmup: int = option(
-        100, "Warm-up steps; with cosine and wsd, reduced to a tenth of --steps unless the run is longer.", least=0,
+        100, "Warm-up steps; with cosine, at most a tenth of the steps (with --seconds, a fifth).", least=0,
         off=True, panel=OPTIMISER,
     )  # fmt: skip
     cooldown: float = option(
@@ -101,7 +104,7 @@ class Training:
     cuda_graphs: bool = option(
         False, "Run the compiled model as CUDA graphs; faster if the CPU is the bottleneck.", panel=RUN
     )
-    sharding: str = option("ddp", "Training with several processes: ddp, or fsdp (FSDP2).", panel=RUN)
+    sharding: str = option("ddp", "Strategy for several processes: ddp, or fsdp (FSDP2).", panel=RUN)
     workers: int = option(
         0, "Number of workers that prepare batches in advance; 0 uses the main process.", free=True, least=0,
         off=True, panel=RUN,
@@ -160,27 +163,37 @@ class Training:
             )
 
     @property
+    def is_new(self) -> bool:
+        """Return whether --out has no checkpoint. If it has one, changed settings are reported before anything else."""
+        return not (self.out / "checkpoint.pt").exists()
+
+    @property
     def dynamic_shapes(self) -> bool | None:
-        """Value of torch.compile's ``dynamic``, False if all steps have the same shape and None otherwise."""
+        """Argument ``dynamic`` for torch.compile: False if all steps have the same shape, and None otherwise."""
         return False
 
     @property
     def mixed_precision(self) -> str:
-        """Precision of the run. "auto" means bf16 on a GPU, and no mixed precision on a CPU."""
+        """Precision of the run. "auto" selects bf16 on a GPU, and no mixed precision on a CPU."""
         if self.precision != "auto":
             return self.precision
         return "bf16" if choose_device(self.device).type == "cuda" else "no"
 
     @property
     def warmup_steps(self) -> int:
-        """Number of warm-up steps, or a tenth of the steps if the run is shorter than the warm-up.
+        """Number of warm-up steps. With a cosine schedule, this is at most a tenth of the steps.
 
-        With a constant schedule, it does not depend on the number of steps, so that you can extend the run.
+        The cosine begins at step 0, so the learning rate would drop after a longer warm-up. With --seconds, the limit
+        is a fifth, because the run is planned after a tenth of its time. With a constant schedule, the warm-up does not
+        depend on the number of steps, so that you can extend the run. With wsd, this also holds, unless the run is
+        shorter than the warm-up.
         """
-        return self.warmup if self.schedule == "constant" or self.warmup < self.steps else self.steps // 10
+        if self.schedule == "constant" or (self.schedule == "wsd" and self.warmup < self.steps):
+            return self.warmup
+        return min(self.warmup, self.steps // (5 if self.seconds else 10))
 
     def build_schedule(self) -> Schedule:
-        """Return the schedule of the learning rate."""
+        """Return the learning rate schedule."""
         warmup = self.warmup_steps
         return Schedule(
             length=max(self.steps, 2), warmup=warmup, start=self.lr / (warmup + 1), kind=self.schedule,
@@ -188,15 +201,15 @@ class Training:
         )  # fmt: skip
 
     def stretch_schedule(self, steps: int) -> Schedule:
-        """Return the schedule for another number of steps, which --seconds determines."""
+        """Return the schedule for another number of steps, as determined by --seconds."""
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
-        """Reject an encoding that the model does not support, before reading or writing anything.
+        """Reject an encoding that the model does not support. This is checked before anything is read or written.
 
         Args:
-            build, arguments: function that builds the model, and its arguments. It builds a single block on the meta
-                device, or all blocks if they have different kinds of attention.
+            build, arguments: function that builds the model, and the function's arguments. A single block is built on
+                the meta device, or all blocks if their kinds of attention differ.
 
         Raises:
             typer.BadParameter: with the model's error message, and the nearest supported --dim and --heads.
@@ -221,18 +234,18 @@ class Training:
             raise typer.BadParameter(f"{given}: {in_shell_terms(error).partition('; ')[0]}; {remedy}") from error
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Return further arguments for timm's ``create_optimizer_v2``, besides optimiser, rate, betas and decay."""
+        """Return arguments for timm's ``create_optimizer_v2`` besides the optimiser, learning rate, betas and decay."""
         return {}
 
 
 def changed(name: str, default: Any, text: str | None = None, **about: Any) -> Any:
-    """Return a common training option with another default and, if you pass it, another help text."""
+    """Return a common training option with another default and, optionally, another help text."""
     (inherited,) = (f.metadata for f in fields(Training) if f.name == name)
     return field(default=default, metadata={**inherited, **about, "help": text or inherited["help"]})
 
 
 def parse_betas(text: str, opt: str) -> tuple[float, ...]:
-    """Parse the betas of an optimiser, such as "0.9,0.95", or "" for none."""
+    """Parse the betas for an optimiser, such as "0.9,0.95". "" means the default betas."""
     if not text:
         return ()
     about = get_optimizer_info(opt.lower().split("_")[-1])
@@ -244,13 +257,13 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
         betas = ()
     if len(betas) != about.num_betas or not all(0 <= beta < 1 for beta in betas):
         raise typer.BadParameter(
-            f"--betas: expected {about.num_betas} numbers from 0 to less than 1, separated by commas, got {text!r}"
+            f"--betas: expected {about.num_betas} numbers in [0, 1), separated by commas, got {text!r}"
         )
     return betas
 
 
 def check_range(name: str, value: Any, metadata: Any) -> None:
-    """Reject a value of an option that is outside of its range or not finite."""
+    """Reject an option's value if it is out of range or not finite."""
     least, below = metadata["least"], metadata["below"]
     if value == math.inf and below is None:
         below = math.inf
@@ -266,7 +279,7 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
     ``per_head`` must divide the width of each head.
 
     Raises:
-        typer.BadParameter: with the nearest widths that are possible.
+        typer.BadParameter: for such a width. The message suggests the nearest valid widths.
     """
     multiple = heads * per_head
     if width % multiple:
@@ -296,10 +309,10 @@ def check_ignored(config: Any, names: str, reason: str) -> None:
 
 
 def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> dict[str, str]:
-    """Return values of --dim and --heads close to these arguments with which the model can be built.
+    """Return values for --dim and --heads that are close to these arguments and with which the model can be built.
 
     Returns:
-        the values by option, such as {"dim": "64 or 128", "heads": "3"}. Options without such a value are left out.
+        the values by option, such as {"dim": "64 or 128", "heads": "3"}. Options without a suitable value are left out.
     """
     width = next((name for name in ("embed_dim", "dim") if name in arguments), None)
     if width is None:
@@ -329,9 +342,9 @@ def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> d
 
 
 def check_model_options(config: Any, own: dict[str, int | None]) -> None:
-    """Reject options that --model would ignore, unless they have their default value or the model's.
+    """Reject options that --model would ignore. A value is accepted if it is the default or the model's own value.
 
-    ``own`` contains the model's value of each option, or None if it is unknown.
+    ``own`` contains the model's value for each option, or None if the value is unknown.
     """
     defaults = {f.name: f.default for f in fields(config)}
     ignored = [name for name, value in own.items() if getattr(config, name) not in (defaults[name], value)]
@@ -344,7 +357,7 @@ def check_model_options(config: Any, own: dict[str, int | None]) -> None:
 
 
 def find_panel(option: Field[Any]) -> str:
-    """Return an option's group in --help."""
+    """Return the group of an option in --help."""
     shared = {f.name: f.metadata["panel"] for f in fields(Training)}
     return option.metadata["panel"] or shared.get(option.name) or (MODEL if option.name in MODEL_OPTIONS else DATA)
 

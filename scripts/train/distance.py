@@ -1,8 +1,8 @@
-"""Fréchet distance between features of real and generated images, computed by torchmetrics.
+"""Fréchet distance between the features of real and generated images, computed by torchmetrics.
 
 Standard FID uses features of a pretrained Inception network. You can pass your own network as ``features``. The default
-is a convolutional network with fixed random weights. Its distance falls while a model learns. You can compare it
-between runs on the same data, but not with published FIDs.
+is a convolutional network with fixed random weights. With these features, the distance falls while a model learns. You
+can compare distances between runs on the same data, but not with published FIDs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTHS = (32, 64, 64)
 
 
 class RandomFeatures(nn.Module):
-    """Convolutional network with fixed random weights, from uint8 images (B, 3, H, W) to features (B, 64)."""
+    """Convolutional network with fixed random weights that maps uint8 images (B, 3, H, W) to features (B, 64)."""
 
     num_features = WIDTHS[-1]
 
@@ -48,7 +48,7 @@ def frechet_distance(
 
     Args:
         real, generated: batches of uint8 images (B, 3, H, W).
-        features: network from a batch to features (B, F), where F is its ``num_features``. Default:
+        features: network that maps a batch to features (B, F), where F is the network's ``num_features``. Default:
             :class:`RandomFeatures`.
     """
     metric = FrechetInceptionDistance(feature=features or RandomFeatures(), sync_on_compute=False).to(device)

@@ -1,4 +1,4 @@
-"""Encodings by name for all tasks, including all presets and registered schemes."""
+"""Encodings of all tasks by name. These include all presets and registered schemes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _entry(encoding: str | None = None, *needs: str, model: dict[str, Any] | Non
     return Encoding(encoding, arguments, model or {}, frozenset(needs))
 
 
-# The phase follows PoPE (arXiv 2509.10534), on the keys only, because on both it cancels in q·k.
+# As in PoPE (arXiv 2509.10534), only the keys have a phase. The same phase on q and k would cancel in q·k.
 ENCODINGS: dict[str, Encoding] = {
     "none": _entry(),
     "learned": _entry(None, "table", model={"absolute": "learned"}),
@@ -71,12 +71,24 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 def has_coordinates(arguments: dict[str, Any]) -> bool:
-    """Return whether a vision transformer with these arguments has positions that a reference grid can rescale."""
+    """Return whether the positions of a vision transformer with these arguments can be rescaled to a reference grid."""
     return arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
 
 
+def find_reference(settings: dict[str, Any], frames: int = 0) -> str:
+    """Return the --reference that maps positions onto the training grid of a run of `train image` or `train video`.
+
+    frames: number of frames to use instead of the run's, for a model that can't rescale time. 0 uses the run's.
+    """
+    found = str(settings.get("reference") or settings["size"])
+    if "tubelet" not in settings:
+        return found
+    trained, _, size = found.rpartition("x")
+    return f"{frames or trained or settings['frames']}x{size}"
+
+
 def split_options(text: str) -> tuple[str, dict[str, Any]]:
-    """Split a text such as "rotate:base=100,split=2,3,3" into a name and options.
+    """Split a string such as "rotate:base=100,split=2,3,3" into a name and options.
 
     Raises:
         typer.BadParameter: if the name is missing, or an option is not KEY=VALUE.
@@ -95,7 +107,7 @@ def split_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def split_list(text: str) -> list[str]:
-    """Split a comma-separated list of encodings, whose options may also contain commas."""
+    """Split a comma-separated list of encodings. The options of an encoding may also contain commas."""
     return re.split(r",(?=[A-Za-z_][\w-]*(?:[:,]|$))", text)
 
 
@@ -107,7 +119,7 @@ def _is_list_of_integers(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(map(_is_integer, value))
 
 
-# Numeric options of encodings: a description of the expected value, and a check for values other than None.
+# Numeric options of encodings: a description of valid values, and a check for values other than None.
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "base": ("a number", is_finite_number),
     "amplitude": ("a number", is_finite_number),
@@ -119,19 +131,19 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def fingerprint_scheme(encoding: str) -> str | None:
-    """Return a hash of a registered scheme's definition, because its name may mean another scheme in the next process.
+    """Return a hash of a registered scheme's definition. In another process, the name may refer to another scheme.
 
     ``encoding`` is NAME or NAME:KEY=VALUE,...
 
     Returns:
-        the hash, or None for other encodings.
+        the hash, or None if the encoding is not a registered scheme.
     """
     scheme = REGISTERED.get(split_options(encoding)[0])
     if scheme is None:
         return None
     try:
         definition = {name: value for name, value in scheme.to_dict().items() if name != "doc"}
-    except ValueError:  # the scheme has custom functions, which are called instead
+    except ValueError:  # the scheme has custom functions, so compare what they return
         definition = _probe_scheme(scheme)
     return digest_of(definition)[:16]
 
@@ -147,7 +159,7 @@ def _probe_scheme(scheme: Scheme) -> dict[str, Any]:
     segments = (shape,) if scheme.tokens is None else (2, shape, 3, shape)
     try:
         positions = built.positions(*segments)
-    except ValueError:  # its grids don't support this shape
+    except ValueError:  # the scheme doesn't support this grid shape
         table = None
     else:
         table = positions.coordinates() if isinstance(positions, Grid) else positions.explicit().coords
@@ -175,7 +187,7 @@ def parse_memory(text: str) -> Memory | None:
         key, equals, value = part.partition("=")
         if not equals or key not in known:
             raise typer.BadParameter(
-                f"--memory: expected KEY=VALUE,KEY=VALUE with {', '.join(known)}, got {text!r}"
+                f"--memory: expected KEY=VALUE,KEY=VALUE with keys from {', '.join(known)}, got {text!r}"
                 f"{'' if key in known else suggest(key, known)}"
             )
         options[key] = {"true": True, "false": False, "none": None}.get(value.lower(), value)
@@ -186,9 +198,9 @@ def parse_memory(text: str) -> Memory | None:
 
 
 def restore_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Convert a checkpoint's plain values to the model arguments that they represent."""
+    """Convert the plain values in a checkpoint to the model arguments that they represent."""
     memory = arguments.get("memory")
-    return {**arguments, "memory": None if memory is None else Memory(**memory)}
+    return {**arguments, "memory": Memory(**memory) if isinstance(memory, dict) else memory}
 
 
 @dataclass(frozen=True)
@@ -197,10 +209,10 @@ class Backbone:
 
     Args:
         can: capabilities of the model: "axes" (more than one axis), "time" (three axes, the first of which is time),
-            "caption" (text next to the image), "table" (a learned position table), "sincos" (a computed one), "memory"
-            (linear attention whose denominator depends on the encoding).
-        attentions: arguments of the model for each kind of attention.
-        options: options of encodings that the model supports, or None for all.
+            "caption" (text next to the image), "table" (a learned position table), "sincos" (a sinusoidal position
+            table), "memory" (linear attention whose denominator depends on the encoding).
+        attentions: model arguments for each kind of attention.
+        options: the encoding options that the model supports, or None for all.
     """
 
     can: frozenset[str]
@@ -209,12 +221,12 @@ class Backbone:
 
     @property
     def encodings(self) -> list[str]:
-        """Encodings of the table that the model supports."""
+        """Encodings in the table that the model supports."""
         return [name for name, each in ENCODINGS.items() if each.needs <= self.can]
 
     @property
     def names(self) -> list[str]:
-        """Names of all encodings, presets and registered schemes. Not every model supports every preset."""
+        """Names of all encodings, presets and registered schemes. The model may not support every preset."""
         return list(dict.fromkeys([*self.encodings, *list_presets()]))
 
     @property
@@ -235,7 +247,7 @@ class Backbone:
         )
 
     def split_attention(self, text: str, option: str = "--attention") -> list[str]:
-        """Split a text into kinds of attention, one for each layer.
+        """Split a string into kinds of attention, one for each layer.
 
         Raises:
             typer.BadParameter: for an unknown kind.
@@ -266,7 +278,7 @@ class Backbone:
                 f"{', '.join(sorted(known)) or 'none'}"
             )
         if options.get("act", "none") is None:
-            options["act"] = "none"  # the name of an activation
+            options["act"] = "none"  # this activation's name is "none"
         for key, value in options.items():
             expected, accepts = _TYPES.get(key, ("", None))
             if accepts is not None and value is not None and not accepts(value):
@@ -274,7 +286,7 @@ class Backbone:
         return replace(chosen, arguments={**chosen.arguments, **options})
 
     def attention_arguments(self, attention: str, memory: str = "") -> dict[str, Any]:
-        """Return the model's arguments for kinds of attention and a memory."""
+        """Return the model arguments for kinds of attention and a memory."""
         kinds, given = self.split_attention(attention), {}
         for kind in kinds:
             given.update(self.attentions[kind])
@@ -282,7 +294,7 @@ class Backbone:
         return {**given, "memory": parse_memory(memory)} if memory else given
 
     def arguments(self, encoding: str, attention: str, memory: str = "") -> dict[str, Any]:
-        """Return the model's arguments for an encoding, kinds of attention and a memory."""
+        """Return the model arguments for an encoding, kinds of attention and a memory."""
         chosen = self.find(encoding)
         return {
             "encoding": chosen.encoding, "encoding_kwargs": chosen.arguments, **chosen.model,
@@ -291,7 +303,7 @@ class Backbone:
 
 
 # Linear attention uses relu features unless the encoding sets an activation. A norm replaces the denominator, so that
-# activations with negative values can be compared too.
+# activations with negative values can also be compared.
 _WITHOUT_DENOMINATOR = {"attention": "linear", "normalizer": "none"}
 _VIT = {
     "softmax": {"attention": "softmax"},

@@ -1,4 +1,4 @@
-"""Evaluate a generative run with its held-out loss, samples for held-out conditions, and a distance to the data."""
+"""Evaluate a generative run by the held-out loss, samples for held-out conditions, and a distance to the data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .samplers import Sampling, draw_samples
 from .samples import HELD_OUT, pad_together
 from .vae import Decoder
 
-TIMES = 8  # number of times at which the held-out loss is measured
+TIMES = 8  # number of diffusion times t at which the held-out loss is measured
 BATCH = 64
 
 
 class Setting(NamedTuple):
-    """Size in pixels at which to evaluate, and whether to rescale positions to the training grid."""
+    """Evaluation size in pixels, and whether to rescale positions to the training grid."""
 
     name: str
     size: int
@@ -37,7 +37,7 @@ class Evaluation:
 
     Args:
         source: data of the run.
-        patch_size: the model's patch size on each axis.
+        patch_size: patch size of the model on each axis.
         decoder: decoder of latents, or None if the values are pixels.
         prediction: what the model predicts; see :mod:`models.flow`.
         limit: maximum number of held-out samples.
@@ -57,7 +57,7 @@ class Evaluation:
 
     @property
     def settings(self) -> list[Setting]:
-        """Return the training sizes, and a larger size if there is one, with extrapolated and rescaled positions."""
+        """Return the training sizes, and any larger size with both extrapolated and rescaled positions."""
         train_sizes = self.source.train_sizes
         found = [Setting(self._name(size), size) for size in train_sizes]
         for size in self.source.values.sizes[len(train_sizes) :]:
@@ -85,14 +85,14 @@ class Evaluation:
 
     @torch.no_grad()
     def losses(self, model: Any, setting: Setting, autocast: Any) -> list[float]:
-        """Return the mean loss at each time (i + ½) / TIMES, with the same noise for all models.
+        """Return the mean loss at each time (i + ½) / TIMES. The noise is the same for all models.
 
-        Latents are sampled as in training, but with the same samples in every call.
+        Latents are sampled as in training, but each call uses the same samples.
         """
         generator = torch.Generator().manual_seed(0)
         totals = torch.zeros(TIMES, dtype=torch.float64)
         for part in split_by_bucket(self.source, self.held_out, BATCH):
-            x, text = self._read(part, setting.size, 2 * part)  # even draws mirror nothing
+            x, text = self._read(part, setting.size, 2 * part)  # even random numbers disable mirroring
             model.reference = self._reference(setting, part)
             for i in range(TIMES):
                 noise = torch.randn(x.shape, generator=generator).to(x.device)
@@ -113,10 +113,10 @@ class Evaluation:
 
     @torch.no_grad()
     def draw(self, model: Any, sampling: Sampling, num: int, autocast: Any) -> tuple[list[str], dict[str, Tensor]]:
-        """Draw samples for held-out conditions, and return names and columns of pixels.
+        """Draw samples for held-out conditions. Return the names of the conditions, and columns of pixels.
 
-        The columns are the held-out samples and the drawn ones for each setting. All settings of a size share the same
-        noise.
+        There is a column with the held-out samples, and one with generated samples for each setting. All settings with
+        the same size share the noise.
         """
         held_out = self.source.held_out
         chosen = held_out[np.linspace(0, len(held_out) - 1, min(num, len(held_out))).astype(int)]
@@ -137,9 +137,9 @@ class Evaluation:
 
     @torch.no_grad()
     def distance(self, model: Any, sampling: Sampling, num: int, autocast: Any) -> float:
-        """Return the Fréchet distance between ``num`` training samples and as many generated ones.
+        """Return the Fréchet distance between ``num`` training samples and ``num`` generated samples.
 
-        It uses random features, and the generated samples have the same conditions as the training samples.
+        The distance uses random features. The generated samples have the same conditions as the training samples.
         """
         size = self.source.values.sizes[0]
         chosen = self.source.train[choose_subset(len(self.source.train), num)]
@@ -174,7 +174,7 @@ def as_images(pixels: Tensor) -> Tensor:
 
 
 def split_by_bucket(source: Source, indices: np.ndarray, size: int) -> list[np.ndarray]:
-    """Split samples into batches of at most ``size``, each of one bucket."""
+    """Split samples into batches of at most ``size``. All samples in a batch come from the same bucket."""
     buckets = source.values.buckets(indices)
     groups = [indices[buckets == bucket] for bucket in np.unique(buckets)]
     return [group[i : i + size] for group in groups for i in range(0, len(group), size)]

@@ -1,4 +1,4 @@
-"""The file history.csv, which contains the losses of a training run and grows with each log."""
+"""The file history.csv, which contains the losses of a training run. Each log adds a row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HISTORY = "history.csv"
 class HistoryFile:
     """A CSV file that grows with the history of a training run.
 
-    The checkpoint also stores the history. When a killed run resumes, :meth:`write` removes the rows that it wrote
-    after its last checkpoint.
+    The checkpoint also stores the history. When a killed run resumes, :meth:`write` removes the rows that were added
+    after the last checkpoint.
 
     Args:
         path: path of the file.

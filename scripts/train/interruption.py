@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM, which finishes the step, saves a checkpoint, and tells the user how to resume."""
+"""Handle Ctrl-C and SIGTERM: finish the step, save a checkpoint, and tell the user how to resume."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 import typer
 from accelerate import PartialState
 
-EVERY = 4  # steps between checks for signals in other processes
+EVERY = 4  # number of steps between checks for signals in other processes
 
 
 class Interrupted(KeyboardInterrupt):
-    """Error that is raised after a training run was asked to stop and saved its checkpoint.
+    """Error that is raised when a training run was asked to stop, after the checkpoint is saved.
 
     Args:
         message: text for the user.
@@ -40,7 +40,7 @@ class Interruption:
     def watch(self) -> Iterator[Interruption]:
         """Catch SIGINT and SIGTERM. A second SIGINT stops the process immediately."""
         self.number = 0
-        if PartialState().num_processes > 1:  # compares signals on the hosts, so that no device waits
+        if PartialState().num_processes > 1:  # exchange signals through the hosts, so that no device waits
             self.group = torch.distributed.new_group(backend="gloo")
         if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
             yield self
@@ -60,7 +60,7 @@ class Interruption:
             typer.echo("\nInterrupted: finishing the step and saving; press Ctrl-C again to stop at once.", err=True)
 
     def find(self, step: int) -> int:
-        """Return the signal that any process received, or 0. All processes must call it at every step."""
+        """Return a signal that any process received, or 0. All processes must call this method at every step."""
         if self.group is None:
             return self.number
         if step % EVERY:

@@ -38,8 +38,8 @@ class Options(NamedTuple):
 
     Args:
         sizes: sizes of the images.
-        flip: whether to encode mirrored images, too.
-        sampled: whether to store one sample instead of mean and standard deviation.
+        flip: whether to also encode mirrored images.
+        sampled: whether to store one sample instead of the mean and standard deviation.
         dtype: dtype of the arrays.
     """
 
@@ -113,8 +113,8 @@ class Images(NamedTuple):
     """Images, or frames of videos.
 
     Args:
-        read: function that yields the images of a bucket, resized to a shape, as uint8 (B, 3, height, width) in batches
-            of at most ``BATCH``.
+        read: function that resizes the images of a bucket to a shape, and yields batches of at most ``BATCH`` images as
+            uint8 (B, 3, height, width).
         records: records of the images or videos.
         buckets: aspect-ratio buckets of the images or frames.
         lengths: number of frames of each video, or None for images.
@@ -147,9 +147,10 @@ def open_films(path: Path, split: Split, condition: str, sizes: Sizes) -> Images
 
 
 def write_latents(folder: Path, coder: Decoder, images: Images, options: Options) -> dict[str, Any]:
-    """Write mean.npy and std.npy (N, 1 or 2 views, C, h, w), without the VAE's scaling and shift.
+    """Write mean.npy and std.npy (N, 1 or 2 views, C, h, w). The VAE's scaling and shift are not applied.
 
-    If there are several sizes or buckets, each has its own pair of files, and buckets.npy assigns images to buckets.
+    If there are several sizes or buckets, each combination has its own files, and buckets.npy assigns images to
+    buckets.
     """
     buckets, is_bucketed = images.buckets, sum(map(len, images.buckets.shapes.values())) > 1
     digest = hashlib.sha256(repr((images.records.digest, buckets.shapes, buckets.of.tolist())).encode())
@@ -181,7 +182,7 @@ def write_latents(folder: Path, coder: Decoder, images: Images, options: Options
 
 
 def encode_batch(coder: Decoder, images: Tensor, options: Options, rows: list[np.ndarray]) -> None:
-    """Encode images (B, 3, height, width), and store them in rows (B, 1 or 2 views, C, h, w) of the arrays."""
+    """Encode images (B, 3, height, width), and store the latents in rows (B, 1 or 2 views, C, h, w) of the arrays."""
     pixels = images.float() / 127.5 - 1
     for view, seen in enumerate((pixels, pixels.flip(-1))[: 1 + options.flip]):
         mean, std = coder.encode(seen)

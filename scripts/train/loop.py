@@ -1,31 +1,32 @@
-"""The training loop of all tasks, with accelerate, timm's optimisers, schedules and EMA, and exact resuming.
+"""The training loop of all tasks, with exact resuming. It uses accelerate, and timm's optimisers, schedules and EMA.
 
-A task builds a :class:`.work.Work` from its configuration, with a model, batches, a loss and an evaluation.
+A task turns its configuration into a :class:`.work.Work`, which contains a model, batches, a loss and an evaluation.
 
     run = partial(train, prepare)                     # prepare(config, device) → Work
     run(config)                                       # resumes if config.out has a checkpoint
 
 **Exact resuming.** The data of a step and all of its random numbers are functions of (seed, step, process), and never
-depend on a generator's history. A checkpoint therefore only contains weights, EMA, the optimiser with its learning
-rate, and the step. A run that is killed and resumed ends with the same weights as an uninterrupted run, if the number
-of processes is the same and, on a GPU, kernels are deterministic. Checkpoints are written to a new file and renamed. On
-SIGINT and SIGTERM, the loop saves one after the current step. If you increase ``--steps``, a finished run continues.
-With a constant schedule, the result is the same as that of one long run.
+depend on a generator's history. A checkpoint therefore only contains the weights, the EMA, the state of the optimiser
+with the learning rate, and the step. A run that is killed and resumed ends with the same weights as an uninterrupted
+run, if the number of processes is the same and, on a GPU, kernels are deterministic. Checkpoints are written to a new
+file and renamed. On SIGINT and SIGTERM, the loop saves a checkpoint after the current step. If you increase
+``--steps``, a finished run continues. With a constant schedule, the result is the same as if the run had never stopped.
 
-**Time budgets.** With ``--seconds``, the first steps, which compile, are not counted. After a tenth of the time, the
-loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. It corrects the plan
-from the latest steps halfway to the end, and halfway again. Runs that should get the same time on one device share a
-file (``--turn``), so that they compile in parallel but train one at a time.
+**Time budgets.** With ``--seconds``, the first steps are not counted, because they include compilation. After a tenth
+of the time, the loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. It
+corrects the plan twice, based on the latest steps: halfway to the end, and halfway through the rest. If several runs
+should get the same time on one device, they share a file (``--turn``), so that they compile in parallel but train one
+at a time.
 
 **Several GPUs.** Run ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ..`` or ``accelerate launch``. The loop
 uses DDP, or FSDP2 with ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and
 micro-batches. A checkpoint is one file with unsharded tensors, regardless of the number of processes.
 
 **accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. The loop does not use
-three parts of it. ``save_state`` writes a folder with the random states of each process (and a sharded model under
-FSDP). This ties a run to the number of processes, and a kill between two files would leave an inconsistent folder.
-``skip_first_batches`` draws all earlier batches, whereas this loop computes a batch from its step. The FSDP2 plugin
-can't shard a second model, such as the EMA, in the same way.
+three of its features. ``save_state`` writes a folder with the random states of each process (and a sharded model under
+FSDP). This would tie a run to the number of processes, and a kill between two files would leave an inconsistent folder.
+``skip_first_batches`` draws all earlier batches, whereas this loop computes a batch from its step number. The FSDP2
+plugin can't shard a second model, such as the EMA, in the same way.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ from torch.distributed.checkpoint.state_dict import (
 from ..common.devices import choose_device
 from ..common.folder import flat, show_value
 from ..common.options import plural
-from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
+from .checkpoint import FORMAT, first_sentence, read_checkpoint, save_checkpoint
 from .config import DATA, MODEL, Training, find_panel, parse_betas
-from .encodings import has_coordinates
+from .encodings import find_reference, has_coordinates
 from .history import HISTORY, HistoryFile
 from .interruption import Interrupted, Interruption
 from .order import DataError, Steps, derive_seed, divide, prepare_ahead, prepare_in_processes
@@ -75,7 +76,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def start(config: Training) -> Accelerator:
-    """Set up processes, device and logs, and return the accelerator."""
+    """Set up processes, device and logging, and return the accelerator."""
     cpu = choose_device(config.device).type == "cpu"
     if cpu and config.mixed_precision == "fp16":
         raise typer.BadParameter("--precision fp16 needs a GPU; use 'bf16' or 'no'")
@@ -88,7 +89,7 @@ def start(config: Training) -> Accelerator:
     )
     if accelerator.distributed_type not in PLAIN:
         raise typer.BadParameter(
-            f"accelerate's {accelerator.distributed_type.value}: not supported here; use --sharding fsdp"
+            f"accelerate's {accelerator.distributed_type.value} is not supported; use --sharding fsdp"
         )
     if config.sharding == "fsdp" and accelerator.num_processes == 1:
         raise typer.BadParameter("--sharding fsdp: needs several processes; start it with torchrun")
@@ -111,12 +112,12 @@ def begin(config: Training) -> Accelerator:
 
 
 class Trainer:
-    """Training run in progress, with its model, optimiser, schedule, EMA and current step.
+    """State of a training run: model, optimiser, schedule, EMA and current step.
 
     Args:
         config: training options.
         accelerator: result of :func:`start`.
-        model: model on any device. FSDP2 shards its ``blocks``, if it has any, as units.
+        model: model on any device. If it has ``blocks``, FSDP2 shards each block as a unit.
         settings: result of :func:`.config.settings_of`. Resuming from a checkpoint with different settings raises an
             error.
     """
@@ -127,25 +128,25 @@ class Trainer:
         self.total = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # sum of losses since the last log
         self.since = 0
         self.history_file = HistoryFile(config.out / HISTORY)
-        self.pace: list[float] = []  # seconds per step, one value per log of this process
+        self.pace: list[float] = []  # seconds per step, one value for each log of this process
         self.clock: tuple[int, float] | None = None
-        self.last = None if config.seconds else config.steps  # last step; None: not known yet
+        self.last = None if config.seconds else config.steps  # last step, or None if it is not known yet
         self.turn = FileLock(config.turn) if config.turn and config.seconds and accelerator.is_main_process else None
-        self.counted: tuple[int, float] | None = None  # step and time at which --seconds start
+        self.counted: tuple[int, float] | None = None  # step and time from which --seconds counts
         self.looked = self.counted  # step and time of the last time check
         self.look_at = -1  # step of the next time check
         self.waited = 0.0  # seconds spent waiting for the turn
         self.interruption = Interruption()
         state = self._read()
         self.raw = model.to(accelerator.device)
-        # Copy the model before FSDP2, whose modules can't be copied.
+        # Copy the model before FSDP2 shards it, because sharded modules can't be copied.
         self.average = ModelEmaV3(self.raw, decay=config.ema, use_warmup=True) if config.ema else None
         if config.sharding == "fsdp":
             shard(self.raw)
             if self.average is not None:
                 shard(self.average.module)
                 self.average.foreach = False
-        chosen: dict[str, Any] = {"fused": True} if config.opt == "adamw" else {}  # one kernel, not dozens
+        chosen: dict[str, Any] = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens
         if config.betas:
             chosen["betas"] = parse_betas(config.betas, config.opt)
         self.inner = create_optimizer_v2(
@@ -169,7 +170,7 @@ class Trainer:
 
     @property
     def averaged(self) -> nn.Module:
-        """Model to evaluate. This is the EMA if there is one."""
+        """Model to evaluate, which is the EMA if there is one."""
         return self.raw if self.average is None else self.average.module
 
     def whole_weights(self) -> dict[str, Any]:
@@ -191,9 +192,11 @@ class Trainer:
             steps: function that yields the samples of each step; see :mod:`.order`.
             batch: function (indices, draws) → micro-batch.
             loss: function (model, micro-batch) → mean over the micro-batch. It is called under autocast.
-            validate: function that returns extra values for the history, every ``config.validate_every`` steps.
-            after_step: function that is called after each step, and returns whether it did any work.
-            in_processes: whether ``config.workers`` are processes, for batches that decode files, instead of threads.
+            validate: function that is called every ``config.validate_every`` steps and returns extra values for the
+                history.
+            after_step: function that is called after each step and returns whether it did any work.
+            in_processes: whether ``config.workers`` are processes instead of threads. Use this for batches that decode
+                files.
         """
         config, accelerator = self.config, self.accelerator
         if self.is_finished:
@@ -237,7 +240,7 @@ class Trainer:
         finish_trackers(accelerator)
 
     def _save_alone(self) -> None:
-        """Save a checkpoint before a data error ends a single-process run. Other processes would not see the error."""
+        """Save a checkpoint before a data error ends a single-process run. Other processes would not see it."""
         if self.accelerator.num_processes == 1 and self.step and self.step % self.config.save_every:
             self.save()
 
@@ -260,9 +263,9 @@ class Trainer:
         return time.perf_counter()
 
     def _plan(self, done: int) -> None:
-        """Compute which step will be the last one within ``config.seconds``, and stretch the schedule to it.
+        """Compute the last step that fits into ``config.seconds``, and stretch the schedule to that step.
 
-        ``done`` is the number of this process's steps. A resumed process keeps the checkpoint's plan.
+        ``done`` is the number of steps that this process has run. A resumed process keeps the plan in the checkpoint.
         """
         if done == STARTING and self.last is None:
             self.counted = self.looked = self.step, self._now()
@@ -272,7 +275,7 @@ class Trainer:
             return
         (_, begun), (step, looked), now = self.counted, self.looked, self._now()
         times = torch.tensor([now - begun, now - looked], dtype=torch.float64, device=self.accelerator.device)
-        mean: Any = self.accelerator.reduce(times, "mean")  # one plan for all processes
+        mean: Any = self.accelerator.reduce(times, "mean")  # all processes need the same plan
         elapsed, recent = mean.tolist()
         if self.last is None and elapsed < self.config.seconds / 10:
             self.look_at += EVERY
@@ -310,7 +313,7 @@ class Trainer:
         total = torch.zeros((), device=accelerator.device)
         for micro in range(config.accumulate):
             last = micro == config.accumulate - 1
-            quiet = config.sharding == "fsdp" or last  # FSDP2 sums reduced gradients
+            quiet = config.sharding == "fsdp" or last  # FSDP2 accumulates reduced gradients
             with nullcontext() if quiet else accelerator.no_sync(self.model):
                 with accelerator.autocast():
                     value = loss(self.model, next(stream)) / config.accumulate
@@ -327,7 +330,7 @@ class Trainer:
         return total
 
     def cost(self) -> dict[str, float | None]:
-        """Return the median milliseconds per step, without the first steps, and the peak GPU memory in MiB.
+        """Return the median milliseconds per step, excluding the first steps, and the peak GPU memory in MiB.
 
         Call this before the evaluation. None means that a value was not measured.
         """
@@ -339,7 +342,7 @@ class Trainer:
         }
 
     def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
-        """Add a row to the history, and return the mean loss since the last row of --log-every or --validate-every."""
+        """Add a row to the history. Return the mean loss since the last row of --log-every or --validate-every."""
         loss = self._total() / (self.step - self.since)  # waits for the device
         now = time.perf_counter()
         if self.clock is not None:
@@ -361,7 +364,7 @@ class Trainer:
         return loss
 
     def _is_regular(self, step: int) -> bool:
-        """Return whether a longer run would also have a row in its history at this step."""
+        """Return whether the history of a longer run would also contain a row for this step."""
         config = self.config
         return step % config.log_every == 0 or (config.validate_every > 0 and step % config.validate_every == 0)
 
@@ -377,7 +380,7 @@ class Trainer:
     # --- checkpoints
 
     def save(self) -> None:
-        """Save a checkpoint from the first process, with unsharded tensors in one file, while the others wait."""
+        """Save a checkpoint with unsharded tensors in one file. The first process writes it while the others wait."""
         state = {
             "format": FORMAT,
             "settings": self.settings,
@@ -407,7 +410,7 @@ class Trainer:
         state = read_checkpoint(self.path)
         defaults = {f.name: f.default for f in fields(self.config) if f.default is not MISSING}
         here = flat(self.settings)
-        # Options that are newer than the checkpoint had their default value.
+        # For options that are newer than the checkpoint, the run used the default values.
         there = {**{key: defaults[key] for key in here.keys() & defaults.keys()}, **flat(state["settings"])}
         may_differ = {"steps"} if here["steps"] > there["steps"] and not self.config.seconds else set()
         differ = [key for key in {**there, **here} if there.get(key) != here.get(key) and key not in may_differ]
@@ -425,7 +428,7 @@ class Trainer:
         return state
 
     def _without_effects(self, differ: list[str]) -> list[str]:
-        """Leave out settings that only differ because options that determine them differ."""
+        """Remove settings that only differ as a consequence of other options that differ."""
         panels = {find_panel(f) for f in fields(self.config) if f.name in differ}
         effects = {"digest"} if DATA in panels else set()
         if panels & {DATA, MODEL}:
@@ -433,21 +436,23 @@ class Trainer:
         return [key for key in differ if key not in effects]
 
     def _advise_on_size(self, there: dict[str, Any]) -> str:
-        """Explain how to fine-tune the run with settings ``there`` at this run's size, if the sizes differ."""
+        """If the sizes differ, explain how to fine-tune the run with the settings ``there`` at this run's size."""
         here, out = self.settings, self.config.out
-        if not {"size", "reference"} <= here.keys() & there.keys() or here["size"] == there["size"]:
+        sizes = [name for name in ("size", "frames") if name in here]
+        if not {"reference", *sizes} <= here.keys() & there.keys() or all(here[name] == there[name] for name in sizes):
             return ""
-        has_positions = has_coordinates(here["model"])
-        reference = f" --reference {there['reference'] or there['size']}" if has_positions else ""
-        return f". To fine-tune it at another size, pass --weights {out}{reference} and another --out"
+        advice = find_reference(there, here["frames"] if here.get("causal") else 0)
+        reference = f" --reference {advice}" if has_coordinates(here["model"]) else ""
+        what = "length or size" if "frames" in here else "size"
+        return f". To fine-tune it at another {what}, pass --weights {out}{reference} and another --out"
 
     def _as_option(self, setting: str) -> str:
-        """Return the option for a setting. Settings of the model and the data have none."""
+        """Return the option for a setting. Settings of the model and the data have no option."""
         is_option = setting in {f.name for f in fields(self.config)}
         return f"--{setting.replace('_', '-')}" if is_option else setting
 
     def _continue(self, steps: int) -> None:
-        """Extend a run of ``steps`` steps to ``config.steps``, and warn if its learning rates would differ."""
+        """Extend a run of ``steps`` steps to ``config.steps``. Warn unless one long run would have the same rates."""
         config = self.config
         before = replace(config, steps=steps).build_schedule().list_rates(config.lr, self.step)
         same = before == self.schedule.list_rates(config.lr, self.step)
@@ -469,7 +474,7 @@ class Trainer:
             self._take(state)
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise typer.BadParameter(
-                f"{self.path} does not fit this model ({first_line(error)}); choose another --out"
+                f"{self.path} does not fit this model ({first_sentence(error)}); choose another --out"
             ) from error
 
     def _take(self, state: dict[str, Any]) -> None:
@@ -478,9 +483,9 @@ class Trainer:
                 {f"{name} {tuple(value.shape)}" for name, value in tensors.items()}
                 for tensors in (state[part], self.raw.state_dict())
             )
-            differ = sorted(there ^ here)  # torch ignores missing entries
+            differ = sorted(there ^ here)  # torch does not report missing entries
             if differ:
-                raise KeyError(f"{part}: {', '.join(differ[:3])} missing on one side")
+                raise KeyError(f"{part}: {', '.join(differ[:3])} missing in the checkpoint or in the model")
         set_optimizer_state_dict(self.raw, self.inner, state["optimizer"], options=WHOLE)
         set_model_state_dict(self.raw, state["model"], options=WHOLE)
         if self.average is not None:

@@ -1,4 +1,4 @@
-"""Linear attention layers whose state adds, forgets or overwrites values, for `train recall`.
+"""Linear attention layers for `train recall`. Their state adds, forgets or overwrites values.
 
 Shapes: B batch, N tokens, C embed_dim, H heads, D head_dim.
 """
@@ -28,23 +28,23 @@ HALF_LIVES = 1.0, 16.0  # in frames, for the first and the last head
 
 
 class MemoryAttention(LrpeAttention):
-    """Linear attention over frames as in :class:`LrpeAttention`, with a gate for each token and head.
+    """Linear attention over frames like :class:`LrpeAttention`, with an additional gate for each token and head.
 
-    The gate is the sigmoid of a linear layer, and determines how strongly a token is written. The weight of the keys'
-    norm is initially 1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value that was
-    written with the same key. With the delta rule, :func:`limit_gate` keeps the state stable. In contrast, the delta
-    rule of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame equally.
+    The gate is the sigmoid of a linear layer. It determines how strongly a token is written to the state. The weight of
+    the keys' norm is initially 1/√D, so that a key's length is at most about 1. With the delta rule, a gate of 1 then
+    replaces the value that was written with the same key, and :func:`limit_gate` keeps the state stable. In contrast,
+    the delta rule of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame equally.
     """
 
     rule: Rule
     write_gate: nn.Linear
 
     def remember(self, memory: MemoryName) -> None:
-        """Set the kind of memory, and create the parameters that it needs.
+        """Set the kind of memory, and create its parameters.
 
         Args:
             memory: "add" sums over all frames. "decay" forgets frames at a learned rate per head. "delta" forgets
-                nothing, but a new value replaces the earlier value of its key.
+                nothing, but a new value replaces the earlier value with the same key.
         """
         self.rule = "delta" if memory == "delta" else "add"
         device, heads = self.qkv.weight.device, self.num_heads
@@ -62,7 +62,7 @@ class MemoryAttention(LrpeAttention):
         """
         assert isinstance(attn_mask, Context)
         q, k, v = split_qkv(self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)))
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast runs norms in float32
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # under autocast, norms run in float32
         encoding = NOTHING if attn_mask.encoding is None else attn_mask.encoding
         gate = self.write_gate(x).sigmoid().transpose(1, 2)
         if self.rule == "delta" and attn_mask.block is not None:
@@ -80,8 +80,8 @@ def limit_gate(gate: Tensor, k: Tensor, block: int) -> Tensor:
     """Scale down the gate of each frame where necessary, so that the delta rule is stable.
 
     A frame multiplies the state by I − A with A = Σ β k kᵀ. If an eigenvalue of A exceeds 2, the state grows from frame
-    to frame without bound. No eigenvalue exceeds the largest sum Σ_m' |√β_m k_m · √β_m' k_m'| over the keys m of the
-    frame. If this bound is above 1, the frame's gates are divided by it.
+    to frame without bound. No eigenvalue exceeds the maximum of Σ_m' |√β_m k_m · √β_m' k_m'| over the keys m of the
+    frame. If this maximum is above 1, the frame's gates are divided by it.
 
     Args:
         gate: gate β (B, H, N).
@@ -94,10 +94,10 @@ def limit_gate(gate: Tensor, k: Tensor, block: int) -> Tensor:
 
 
 def build_model(*, attention: str | Sequence[str], depth: int, **arguments: Any) -> LrpeVideoTransformer:
-    """Build a video model with causal attention between frames, and an output for each token.
+    """Build a video model with causal attention between frames and with an output for each token.
 
     Args:
-        attention: "softmax" or the memory of linear attention, or a sequence of these that is repeated over the layers.
+        attention: "softmax" or a memory of linear attention, or a sequence of these that repeats over the layers.
         depth, arguments: arguments of :class:`LrpeVideoTransformer`.
     """
     names = repeat_over_layers("attention", attention, depth, ("softmax", *get_args(MemoryName)))

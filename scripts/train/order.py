@@ -1,4 +1,4 @@
-"""Choose the samples of each step from only the seed and the step, so that a run can resume at any step."""
+"""Choose the samples of each step. The choice only depends on seed and step, so that a run can resume at any step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import typer
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset
 
-Chosen: TypeAlias = tuple[np.ndarray, np.ndarray]  # indices and draws, (B,) int64 each
-Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # a step's number → the samples of this step and all later ones
+Chosen: TypeAlias = tuple[np.ndarray, np.ndarray]  # indices and draws, both int64 (B,)
+Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # step → the samples of this step and of all later steps
 
 
 class DataError(typer.BadParameter):
@@ -24,13 +24,13 @@ class DataError(typer.BadParameter):
 
 
 def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Yield endless batches of shuffled indices, starting at step ``start`` without drawing earlier ones.
+    """Yield endless batches of shuffled indices, starting at step ``start`` without drawing earlier batches.
 
-    Every epoch is a permutation of ``num`` samples, without an incomplete last batch.
+    Every epoch is a permutation of ``num`` samples. An incomplete last batch is dropped.
 
     Yields:
         indices and draws, each int64 (batch,). A draw is a random number from 0 to 2^63 - 1 that determines the label
-        or the augmentation of its sample, or seeds a generator for them.
+        or the augmentation of a sample, either directly or as a seed.
     """
     per_epoch = steps_per_epoch(num, batch)
     of = -1
@@ -44,10 +44,10 @@ def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]
 
 
 def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Yield endless batches of shuffled indices, each from one group, starting at step ``start``.
+    """Yield endless batches of shuffled indices, starting at step ``start``. Each batch comes from one group.
 
     Every sample is drawn equally often, regardless of the size of its group. A group with fewer samples than a batch
-    only fills a batch in some epochs.
+    provides a batch only in some epochs.
 
     Args:
         groups: sample indices of each group.
@@ -66,7 +66,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
         return groups[number][np.random.default_rng((seed, 1, number, turn)).permutation(sizes[number])]
 
     def take(number: int, first: int) -> np.ndarray:
-        """Return ``batch`` elements from ``first`` on of the concatenated permutations of a group."""
+        """Concatenate the permutations of a group, and return ``batch`` elements from ``first`` on."""
         turn, offset = divmod(first, int(sizes[number]))
         parts = [permute(number, turn)[offset:]]
         while sum(map(len, parts)) < batch:
@@ -74,7 +74,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
             parts.append(permute(number, turn))
         return np.concatenate(parts)[:batch]
 
-    epoch = start * batch // int(sizes.sum())  # at most the epoch of this step
+    epoch = start * batch // int(sizes.sum())  # a lower bound on the epoch of this step
     while (np.multiply(epoch + 1, sizes) // batch).sum() <= start:
         epoch += 1
     step = int((epoch * sizes // batch).sum())
@@ -91,7 +91,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
 
 
 def order_groups(groups: list[np.ndarray], batch: int, seed: int) -> Steps:
-    """Return the steps of a training run in which all samples of a batch come from one group."""
+    """Return the steps of a training run. All samples in a batch come from one group."""
     if len(groups) == 1:
         return partial(shuffle, len(groups[0]), batch, seed)
     return partial(shuffle_groups, groups, batch, seed)
@@ -118,7 +118,7 @@ def divide(steps: Iterator[Chosen], accumulate: int = 1, rank: int = 0, world: i
 
 
 def prepare_ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Any]:
-    """Yield batch(*each) for each element of ``chosen``, in order, from threads that work ahead."""
+    """Yield batch(*each) for each element of ``chosen``, in order. Threads compute batches ahead of time."""
     if not workers:
         yield from itertools.starmap(batch, chosen)
         return
@@ -130,7 +130,7 @@ def prepare_ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], 
 
 
 class _Batches(Dataset):  # pyright: ignore[reportMissingTypeArgument]
-    """Dataset of batches for chosen samples. It returns errors instead of raising them, to preserve their text."""
+    """Dataset of batches for chosen samples. Errors are returned instead of raised, to preserve their text."""
 
     def __init__(self, batch: Callable[..., Any]) -> None:
         self.batch = batch
@@ -145,11 +145,11 @@ class _Batches(Dataset):  # pyright: ignore[reportMissingTypeArgument]
 def prepare_in_processes(
     batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int, device: torch.device
 ) -> Iterator[Any]:
-    """Yield batch(*each) for each element of ``chosen``, in order, from worker processes, on the device."""
+    """Compute batch(*each) for each element of ``chosen`` in worker processes, and yield the batches on the device."""
     sampler: Any = chosen
     loader = DataLoader(
         _Batches(batch), batch_size=None, sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # keeps DataLoader from using the step's generator
+        generator=torch.Generator(),  # keeps DataLoader from using the global generator
     )  # fmt: skip
     for made in loader:
         if isinstance(made, DataError):
@@ -158,5 +158,5 @@ def prepare_in_processes(
 
 
 def derive_seed(*numbers: int) -> int:
-    """Combine several numbers into one seed."""
+    """Combine several numbers into a seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])

@@ -16,11 +16,12 @@ from ..common.devices import gpu_name
 from ..common.folder import flat, write
 from ..common.options import plural
 from ..common.provenance import git_commit, versions
+from .data.records import LISTED
 from .history import HISTORY
 from .loop import Trainer
 from .weights import EXPORT
 
-# Numbers of a result to show in the summary, and their labels.
+# Numbers in a result to show in the summary, and their labels.
 SHOWN = {
     "steps": "steps", "train_seconds": "training, seconds", "step_ms": "step, ms", "peak_mib": "peak memory, MiB",
     "params": "parameters", "loss": "training loss", "chance": "chance accuracy, %",
@@ -29,9 +30,9 @@ SHOWN = {
 
 
 def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
-    """Call ``fit``, and return the entries about model, training and machine that all results have.
+    """Call ``fit``, and return the entries about model, training and machine that every result contains.
 
-    For a finished run, return the entries in its result.json instead.
+    For a finished run, return the entries from its result.json instead.
     """
     before = _read_result(trainer) if trainer.is_finished else {}
     since, first = time.perf_counter(), trainer.step
@@ -51,24 +52,24 @@ def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
 
 
 def _read_result(trainer: Trainer) -> dict[str, Any]:
-    """Read a finished run's result.json, or return {} if there is none for this number of steps."""
+    """Read the result.json of a finished run, or return {} if there is none for this number of steps."""
     try:
         found = json.loads((trainer.config.out / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing or damaged, so it is written again
+    except (OSError, ValueError):  # a missing or damaged file is written again
         return {}
     return found if isinstance(found, dict) and found.get("steps") == trainer.step else {}
 
 
 def largest_rise(losses: Sequence[float]) -> float:
-    """Return the largest rise of the loss above an earlier value, or NaN if a loss is NaN.
+    """Return the largest amount by which the loss exceeds an earlier loss, or NaN if a loss is NaN.
 
-    A rise that exceeds the noise means that the learning rate is too high.
+    If this is larger than the noise, the learning rate is too high.
     """
     return float(np.max(losses - np.minimum.accumulate(losses)))
 
 
 def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
-    """Write result.json and history.csv and print a summary, in the first process."""
+    """In the first process, write result.json and history.csv, and print a summary."""
     if not trainer.accelerator.is_main_process:
         return
     out, text = trainer.config.out, json.dumps(result, indent=2)
@@ -80,9 +81,9 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
 
 
 def summarize(result: dict[str, Any], loss_unit: str = "") -> Table:
-    """Summarise the main numbers and the evaluations of a result in a table."""
+    """Summarise a result's main numbers and evaluations as a table, leaving out evaluations of too many classes."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
-    evaluations = {name: value for name, value in result.items() if isinstance(value, dict)}
+    evaluations = {name: value for name, value in result.items() if isinstance(value, dict) and len(value) <= LISTED}
     columns = list(dict.fromkeys(key for value in evaluations.values() for key in value if is_series(value[key])))
     table.add_column()
     for _ in columns or ("value",):
@@ -115,10 +116,10 @@ def is_series(value: Any) -> bool:
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Change how a model places tokens at other sizes than in training, and yield the name of each way.
+    """Iterate over the ways to place tokens at unseen sizes. Set each one in the model, and yield its name.
 
-    "extrapolated" uses one unit per token, and "rescaled" interpolates to the training grid. For a model that was
-    trained with a reference grid, there is only "rescaled", which uses this grid.
+    "extrapolated" uses one unit per token, and "rescaled" interpolates to the training grid. A model that was trained
+    with a reference grid is only "rescaled", to that grid.
     """
     own = model.reference
     ways = {"extrapolated": None, "rescaled": model.patch_embed.grid_size}

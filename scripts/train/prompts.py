@@ -1,4 +1,4 @@
-"""Sample a trained diffusion model with your own prompts or classes, as a sheet or as an .npz with many samples."""
+"""Sample from a trained diffusion model with your own prompts or classes. Save a sheet, or many samples in an .npz."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from ...models.dit import DiT
+from ...models.dit import DiT, TrainedGrids
 from ...models.text import Text, tokenize
 from ..common.folder import save_whole
 from ..common.options import choose, plural
@@ -30,7 +30,7 @@ from .samples import pixels, write_sheet
 from .text_features import count_tokens, load_encoder
 from .vae import open_decoder
 
-BATCH = 16  # images that are drawn together
+BATCH = 16  # number of images per batch
 
 
 @dataclass(frozen=True)
@@ -126,22 +126,19 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
             )
 
 
-def lay_over(trained: float, grid: tuple[int, int]) -> tuple[int, int]:
-    """Return a grid with the number of patches in training and the image's aspect ratio."""
-    side = math.sqrt(grid[0] * grid[1])
-    height, width = (max(1, round(trained * n / side)) for n in grid)
-    return height, width
-
-
 def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw noise (num, *shape) with seed + i for sample i, independently of the device and of ``num``."""
+    """Draw noise (num, *shape). Sample i uses seed + i, so the noise does not depend on the device or on ``num``."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num)]
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
 
 def build_model(settings: dict[str, Any]) -> DiT:
-    """Build the model of a run from its settings."""
-    return DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
+    """Build the model of a run from its settings. At other sizes, the model rescales positions to the training grid."""
+    model = DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
+    multiple = settings["patch"] * settings.get("latents", {}).get("factor", 1)
+    model.reference = TrainedGrids(tuple(size / multiple for size in settings["train_sizes"]))
+    model.prediction = settings["prediction"]
+    return model
 
 
 class Painter:
@@ -150,8 +147,8 @@ class Painter:
     Args:
         state: content of the checkpoint.
         device: device of the model.
-        vae: VAE of a latent model. "auto" uses the VAE that encoded the latents.
-        encoder: text model that computed the features of a run with --text-features.
+        vae: VAE for a latent model. "auto" uses the VAE that encoded the latents.
+        encoder: for a run with --text-features, the text model that computed the features.
     """
 
     def __init__(
@@ -160,6 +157,7 @@ class Painter:
         self.settings, self.step, self.device = state["settings"], state["step"], device
         self.condition: dict[str, Any] = self.settings["condition"]
         self.model = restore(build_model(self.settings), state).to(device)
+        self.grids = self.model.reference
         latents = self.settings.get("latents")
         self.decoder, self.factor = None, 1
         if latents is not None:
@@ -169,33 +167,15 @@ class Painter:
         if self.condition["kind"] == "features" and encoder is not None:
             self.encoder = load_encoder(encoder, self.condition["length"], device)
 
-    @property
-    def multiple(self) -> int:
-        """Height and width of a patch, in pixels."""
-        return self.settings["patch"] * self.factor
-
     def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
         """Return the shape (C, [frames,] height, width) of a sample for an image size in pixels."""
         frames = (self.settings["frames"],) if self.model.num_axes == 3 else ()
         return self.model.in_chans, *frames, *(n // self.factor for n in size)
 
-    def reference(self, size: tuple[int, int]) -> tuple[int | None, ...] | None:
-        """Return the grid to which positions are rescaled at a size, or None for one unit per patch.
-
-        Sizes with an area between the smallest and the largest training area keep their own grid.
-        """
-        sizes: list[int] = self.settings["train_sizes"]
-        area = math.sqrt(size[0] * size[1])
-        nearest = min(max(area, min(sizes)), max(sizes))
-        if size == (nearest, nearest):
-            return None
-        found = lay_over(nearest / self.multiple, (size[0] // self.multiple, size[1] // self.multiple))
-        return (None, *found) if self.model.num_axes == 3 else found
-
     def encode(self, prompts: list[str], option: str = "--prompt") -> Any:
         """Convert prompts (captions, class names or class numbers) to the model's text input.
 
-        option: option that contains the prompts, for error messages.
+        option: name of the option for error messages.
 
         Raises:
             typer.BadParameter: for an unknown class, or a run with text features if no text model is passed.
@@ -208,7 +188,7 @@ class Painter:
         if kind == "none":
             if any(prompts):
                 raise typer.BadParameter(
-                    f"{option}: expected none, because the model was trained without captions or classes"
+                    f"{option}: not supported, because the model was trained without captions or classes; leave it out"
                 )
             return None
         if self.encoder is None:
@@ -225,17 +205,17 @@ class Painter:
         if prompt.isdecimal() and int(prompt) < len(classes):
             return int(prompt)
         if not prompt:
-            return len(classes)  # the empty condition
+            return len(classes)  # label of the empty condition
         choose(option, [prompt], classes)
         raise AssertionError(prompt)
 
     def draw(self, text: Any, noise: Tensor, sheet: Sheet) -> Iterator[Tensor]:
         """Draw samples from noise, and yield batches of pixels (B, 3, [frames,] H, W) in [-1, 1], on the CPU.
 
-        ``text`` is a result of :meth:`encode` with one condition per sample.
+        ``text`` is a result of :meth:`encode`, with one condition per sample.
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
-        self.model.reference = self.reference((size[0], size[1])) if sheet.positions == "rescaled" else None
+        self.model.reference = self.grids if sheet.positions == "rescaled" else None
         sampling = Sampling(sheet.sampler, sheet.steps, sheet.scale, self.settings["prediction"])
         negative = None if sheet.negative is None else self.encode([sheet.negative], "--negative")
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings["precision"])
@@ -257,7 +237,7 @@ def _rows(text: Any, rows: Any) -> Any:
 
 
 def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> Tensor:
-    """Draw all prompts from the same noise (images, C, ..), as (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
+    """Draw every prompt from the same noise (images, C, ..). Return (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
     rows = torch.arange(len(prompts)).repeat_interleave(len(noise))
     text = _rows(painter.encode(prompts), rows.to(painter.device))
     noise = noise.repeat(len(prompts), *(1,) * (noise.ndim - 1))
@@ -300,7 +280,7 @@ class Count(NamedTuple):
 
 
 def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet, count: Count) -> None:
-    """Draw ``count`` samples, cycling through prompts or classes, and save them for FID tools.
+    """Draw ``count`` samples, cycling through prompts or classes, and save the samples in a format for FID tools.
 
     In the .npz, arr_0 contains the samples as uint8 (N, H, W, 3), or (N, frames, H, W, 3) for videos. arr_1 (N,)
     contains the labels or the indices of the prompts.

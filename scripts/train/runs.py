@@ -1,4 +1,4 @@
-"""Load trained models from the folders of their runs."""
+"""Load trained models from run folders."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ...models.video import lrpe_video_tiny_patch16_224
 from .checkpoint import read_checkpoint, restore
-from .encodings import restore_arguments
 from .memory import build_model as build_recall
 from .prompts import build_model as build_diffusion
 from .tasks import image, lm, vae, video
 from .weights import EXPORT
 
-__all__ = ["load_clip", "load_run", "task_of"]
+__all__ = ["load_clip", "load_frames", "load_run", "task_of"]
 
 
 def task_of(settings: dict[str, Any]) -> str | None:
-    """Return a run's task, or None if it is not a run of `train`. `digits` uses the same models as `image`."""
+    """Return the task of a run, or None for a run of another program. `digits` uses the same models as `image`."""
     arguments = settings.get("model")
     if not isinstance(arguments, dict):
         return None
@@ -40,13 +38,13 @@ def task_of(settings: dict[str, Any]) -> str | None:
     return None
 
 
-# Task → function that builds its model from the settings of a run.
+# Task → function that builds the model from the settings of a run.
 BUILDERS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "diffusion": build_diffusion,
     "vae": lambda settings: vae.Autoencoder(settings["model"]),
     "lm": lm.build_model,
     "recall": lambda settings: build_recall(**settings["model"]),
-    "video": lambda settings: lrpe_video_tiny_patch16_224(**restore_arguments(settings["model"])),
+    "video": lambda settings: video.build_model(**settings["model"]),
     "image": lambda settings: image.build_model(settings["model"], keep_table="weights" in settings),
 }
 
@@ -55,8 +53,8 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
     """Return the trained model of a run of `lrpe-md train`.
 
     Args:
-        folder: output folder of the run. For an interrupted run, the weights are those of its last checkpoint.
-        average: whether to load the averaged weights (EMA), if there are any, instead of those of the last step.
+        folder: output folder of the run. For an interrupted run, the weights come from the last checkpoint.
+        average: whether to load the averaged weights (EMA), if there are any, instead of the weights of the last step.
         device: device of the model.
 
     Returns:
@@ -65,7 +63,7 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
 
     Raises:
         FileNotFoundError: if the folder has no weights, or is a file.
-        ValueError: if the run is not one of `lrpe-md train`.
+        ValueError: if the run was not made by `lrpe-md train`.
     """
     state = _read(Path(folder), average)
     task = task_of(state["settings"])
@@ -78,28 +76,59 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
 
 
 def load_clip(folder: str | Path, path: str | Path) -> Tensor:
-    """Read the central clip of a video, as `lrpe-md train video` does for its tests.
+    """Read the central clip of a video, as `lrpe-md train video` does in its tests.
 
     Args:
-        folder: output folder of the training run, whose options determine frames, size and motion.
+        folder: output folder of the training run. The run's options determine frames, size and motion.
         path: path of the video file.
 
     Returns:
-        the model's input (1, 3, frames, size, size) on the CPU. A video that is too short repeats frames.
+        the model's input (1, 3, frames, size, size) on the CPU. If the video is too short, frames are repeated.
 
     Raises:
         FileNotFoundError: if the folder has no weights, or is a file.
-        ValueError: if the run is not one of `lrpe-md train video`.
+        ValueError: if the run was not made by `lrpe-md train video`.
         VideoError: if the video can't be read.
     """
+    return video.read_clip(Path(path), _read_video_settings(folder))
+
+
+def load_frames(folder: str | Path, path: str | Path) -> Tensor:
+    """Read a whole video with the frame size and the distance between frames of a run of `lrpe-md train video`.
+
+    A model trained with ``--causal`` can process the frames in chunks of whole tubelets, such as ``frames.split(1,
+    dim=2)``.
+
+    Args:
+        folder: output folder of the training.
+        path: video file.
+
+    Returns:
+        (1, 3, frames, size, size), on the CPU. The last frames are left out if they do not fill a tubelet.
+
+    Raises:
+        FileNotFoundError: the folder has no weights, or is a file.
+        ValueError: the run is not one of `lrpe-md train video`, or its clips span the whole video.
+        VideoError: the video can't be read.
+    """
+    settings = _read_video_settings(folder)
+    if settings["task"] == "labels" and settings["sampling"] == "uniform":
+        raise ValueError(
+            f"folder: expected a run with --sampling dense, got {folder} with uniform, whose clips span the whole "
+            "video; use load_clip"
+        )
+    return video.read_clip(Path(path), settings, whole=True)
+
+
+def _read_video_settings(folder: str | Path) -> dict[str, Any]:
     settings = _read(Path(folder), average=True)["settings"]
     if task_of(settings) != "video":
         raise ValueError(f"folder: expected a run of `lrpe-md train video`, got {folder}, which another script wrote")
-    return video.read_clip(Path(path), settings)
+    return settings
 
 
 def _read(folder: Path, average: bool) -> dict[str, Any]:
-    """Read a run's checkpoint, or its exported weights if there is no checkpoint."""
+    """Read the checkpoint of a run, or the exported weights if there is no checkpoint."""
     if (folder / "checkpoint.pt").is_file():
         return read_checkpoint(folder / "checkpoint.pt")
     if average and (folder / EXPORT).is_file():

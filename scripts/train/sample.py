@@ -22,7 +22,7 @@ from .samplers import SAMPLERS
 from .tasks import lm
 
 TEXT, IMAGES = "lm", "diffusion"
-# Options that only one kind of run supports, with their defaults.
+# Options that only one kind of run supports, with the default values.
 OWN: dict[str, dict[str, Any]] = {
     TEXT: {"tokens": 400, "temperature": 0.8, "top_p": 0.95, "scaling": None},
     IMAGES: {
@@ -43,7 +43,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def read_run(run: Path) -> tuple[str, dict[str, Any]]:
-    """Return a run's task, and its checkpoint on the CPU."""
+    """Return the task and the checkpoint of a run. Tensors are on the CPU."""
     path = run / "checkpoint.pt"
     if not path.is_file():
         raise typer.BadParameter(
@@ -61,7 +61,7 @@ def read_run(run: Path) -> tuple[str, dict[str, Any]]:
 
 
 def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that apply to a kind of run, and reject options of the other kind."""
+    """Return the options that apply to a kind of run, and reject options for the other kind."""
     wrong = [name for name, value in given.items() if value is not None and name not in OWN[task]]
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
@@ -108,7 +108,7 @@ def main(
     images: Annotated[int | None, typer.Option(min=1, help="Images: number of images per prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
-        typer.Option(help="Images: positions at other sizes: rescaled (to the training grid) or extrapolated."),
+        typer.Option(help="Images: rescaled or extrapolated positions at other sizes. (default: rescaled)"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN, then sheet-2.png, ..)")
@@ -120,10 +120,14 @@ def main(
         str | None, typer.Option(help="Images: text model that encodes prompts, for runs with --text-features.")
     ] = None,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Images: how many to write to --npz, cycling through prompts or classes.")
+        int | None,
+        typer.Option(min=1, help="Images: number of images to write to --npz, cycling through prompts or classes."),
     ] = None,
     npz: Annotated[
-        Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
+        Path | None,
+        typer.Option(
+            help="Images: .npz file for --count samples, with arr_0 (uint8, N × H × W × 3) and arr_1 (labels)."
+        ),
     ] = None,
 ) -> None:
     """Generate text or images with a trained model, using averaged weights if the run saved them."""
@@ -154,7 +158,7 @@ def main(
 
 
 def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
-    """Reject options that have no effect for a run with these settings, or together with other options."""
+    """Reject options that have no effect for a run with these settings, or that other options make ineffective."""
     if (given["count"] is None) != (given["npz"] is None):
         raise typer.BadParameter(f"--count, --npz: expected both or neither, got {given['count']}, {given['npz']}")
     is_sheet, condition = given["npz"] is None, settings["condition"]["kind"]

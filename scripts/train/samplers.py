@@ -1,4 +1,4 @@
-"""Samplers by name: Euler's and Heun's methods from :mod:`models.flow`, and diffusers schedulers."""
+"""Samplers by name: the Euler and Heun methods of :mod:`models.flow`, and diffusers schedulers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ...models.flow import NOISE_START, Prediction, guided, sample, velocity_of
 
 METHODS = ("euler", "heun")
-SCHEDULERS = {  # name → diffusers' class, and its arguments
+SCHEDULERS = {  # name → diffusers class and its arguments
     "dpm++": ("DPMSolverMultistepScheduler", {"solver_order": 2, "algorithm_type": "dpmsolver++"}),
     "unipc": ("UniPCMultistepScheduler", {"solver_order": 2}),
 }
@@ -23,7 +23,7 @@ class Sampling(NamedTuple):
     Args:
         sampler: one of ``SAMPLERS``.
         steps: number of sampling steps.
-        scale: guidance scale, where 1 means no guidance.
+        scale: guidance scale. 1 means no guidance.
         prediction: what the model predicts.
     """
 
@@ -41,7 +41,7 @@ def draw_samples(
 
     Args:
         text, negative: see :func:`models.flow.guided`.
-        shift: shift of the times; see :func:`models.flow.time_grid`.
+        shift: shift of the sampling times; see :func:`models.flow.time_grid`.
     """
     if sampling.sampler in METHODS:
         method: Literal["euler", "heun"] = "heun" if sampling.sampler == "heun" else "euler"
@@ -56,7 +56,7 @@ def draw_samples(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift, **arguments
     )
     scheduler.set_timesteps(sampling.steps)
-    scheduler.set_begin_index(0)  # rounded timesteps can repeat
+    scheduler.set_begin_index(0)  # needed because rounded timesteps can repeat
     predict, z = guided(model, text, sampling.scale, negative), noise
     for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
         t = torch.full((len(z),), sigma, device=z.device)

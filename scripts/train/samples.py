@@ -1,4 +1,4 @@
-"""Save samples of diffusion models as arrays, and show those of one or several runs on a sheet."""
+"""Save samples from diffusion models as arrays, and show the samples from one or several runs on a sheet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..common.folder import save_whole
 from ..common.plots import plt
 
-HELD_OUT = "held out"  # column of the real images for the captions
+HELD_OUT = "held out"  # name of the column of real images
 
 
 def pixels(images: Tensor) -> np.ndarray:
@@ -30,7 +30,7 @@ def pixels(images: Tensor) -> np.ndarray:
 
 
 def pad_together(images: Sequence[Tensor]) -> Tensor:
-    """Stack images or videos (3, [frames,] H, W) of different sizes, with white margins around smaller ones."""
+    """Stack images or videos (3, [frames,] H, W) of different sizes. Smaller ones get white margins."""
     height, width = (max(x.shape[axis] for x in images) for axis in (-2, -1))
     padded = []
     for x in images:
@@ -41,17 +41,17 @@ def pad_together(images: Sequence[Tensor]) -> Tensor:
 
 
 def keep(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:
-    """Save captions, and images (N, H, W, 3) by column, as an .npz."""
+    """Save captions and columns of images (N, H, W, 3) as an .npz."""
     arrays: Any = {"captions": np.array(captions), **columns}
     with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
 
 
 def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Load captions, and images by column, that :func:`keep` saved.
+    """Load captions and columns of images that :func:`keep` saved.
 
     Raises:
-        typer.BadParameter: for a damaged or different file.
+        typer.BadParameter: if the file is damaged or was not written by :func:`keep`.
     """
     try:
         with np.load(path) as file:
@@ -69,7 +69,7 @@ def _short(caption: str, length: int = 28) -> str:
 
 
 def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:
-    """Save images (N, H, W, 3) by column as a PNG with one row per caption."""
+    """Save columns of images (N, H, W, 3) as a PNG with one row per caption."""
     shape, dpi = (len(captions), len(columns)), 150
     height, width = np.max([images.shape[1:3] for images in columns.values()], axis=0)
     inches = max(1.4, max(height, width) / dpi)  # large enough to show every pixel
@@ -89,7 +89,7 @@ def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray])
 def write_comparison(path: Path, trainings: dict[str, Path], captions: Sequence[int] = (1, 3, 5, 6)) -> None:
     """Save a 256-colour PNG that compares runs on the captions with the given indices.
 
-    The first row contains the held-out images. There is one row per run, with the images of each caption at all
+    The first row contains the held-out images. Below is one row per run, with the images for each caption in all
     settings.
     """
     loaded = {name: load(file) for name, file in trainings.items()}

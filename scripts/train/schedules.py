@@ -1,4 +1,4 @@
-"""Learning rate schedules: timm's cosine, a constant rate, and warm-up, stable, decay (WSD)."""
+"""Learning rate schedules: timm's cosine, a constant rate, and warmup-stable-decay (WSD)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StableScheduler(Scheduler):
     """Schedule with a linear warm-up, a constant rate, and a linear decay in the last steps.
 
     Args:
-        optimizer: optimiser whose learning rate is set.
+        optimizer: optimiser whose learning rate the schedule sets.
         warmup: number of warm-up steps.
         start: initial rate of the warm-up.
         decay: first and last step of the decay, or None for a constant rate.
@@ -48,10 +48,10 @@ class Schedule:
         warmup: number of warm-up steps.
         start: initial rate of the warm-up.
         end: final rate of cosine and wsd.
-        warmup_prefix: whether the warm-up comes before the ``length`` steps, instead of replacing the first ones.
+        warmup_prefix: whether the warm-up steps precede the ``length`` steps instead of being the first of them.
         offset: number of the first step.
         kind: one of :data:`SCHEDULES`.
-        cooldown: fraction of the steps in which wsd decreases the rate.
+        cooldown: fraction of the steps during which wsd decreases the rate.
     """
 
     length: int
@@ -64,7 +64,7 @@ class Schedule:
     cooldown: float = 0.2
 
     def build(self, optimizer: Optimizer) -> Scheduler:
-        """Return a scheduler for an optimiser, at the first step."""
+        """Return a scheduler for an optimiser, set to the first step."""
         scheduler: Scheduler
         if self.kind == "cosine":
             scheduler = CosineLRScheduler(
@@ -81,7 +81,7 @@ class Schedule:
         return scheduler
 
     def list_rates(self, lr: float, steps: int) -> list[float]:
-        """Return the rates of the first ``steps`` steps for a learning rate ``lr``."""
+        """Return the learning rates of the first ``steps`` steps for a peak rate of ``lr``."""
         optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
         scheduler, found = self.build(optimizer), []
         for step in range(steps):

@@ -22,7 +22,7 @@ from ...models.text import PretrainedEncoder
 from ..common.devices import choose_device
 from ..common.folder import new_folder
 from ..common.options import choose, plural
-from .checkpoint import digest_of, first_line
+from .checkpoint import digest_of, first_sentence
 from .conditions import FEATURES, FORMAT
 from .data.footage import find_films, is_footage
 from .data.pictures import open_pictures
@@ -54,19 +54,19 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
     except Exception as error:  # hub, JSON, safetensors and tokenizers raise various errors
         raise typer.BadParameter(
             f"--encoder {name}: expected a transformers text model with its tokenizer (a folder or a hub id), found "
-            f"none ({first_line(error)}); pass another path"
+            f"none ({first_sentence(error)}); pass another path"
         ) from error
     return PretrainedEncoder(model.to(device), tokenizer, length)
 
 
 def count_tokens(model: PretrainedEncoder, captions: list[str]) -> list[int]:
-    """Return each caption's number of tokens, or one more than the maximum if the model truncates the caption."""
+    """Return the number of tokens in each caption, or the maximum plus 1 if the model truncates the caption."""
     tokens = model.tokenizer(captions, truncation=True, max_length=model.max_length + 1)["input_ids"]
     return [len(ids) for ids in tokens]
 
 
 def records_of(path: Path, split: Split, without: str = "") -> Records:
-    """Return the records of images, videos or latents, without decoding them."""
+    """Return the records of images, videos or latents without decoding any of them."""
     if (path / LATENTS).is_file():
         return read_records(path)
     if is_footage(path):
@@ -89,7 +89,7 @@ def main(
 ) -> None:
     """Compute text features of captions for `train diffusion --text-features`.
 
-    Each caption is encoded once, as is the empty caption, which guidance needs.
+    Each caption is encoded once, and so is the empty caption, which guidance needs.
     """
     choose("--dtype", [dtype], DTYPES)
     on = choose_device(device)
@@ -113,7 +113,7 @@ def write_features(
 ) -> dict[str, Any]:
     """Write features.npy (N, L, C), mask.npy (N, L) and, if the model has pooled features, pooled.npy (N, P).
 
-    L is the length of the longest caption, and features of padding are 0. The first caption is the empty one.
+    L is the length of the longest caption, and features of padding are 0. The first row belongs to the empty caption.
     """
     parts = [captions[i : i + batch] for i in range(0, len(captions), batch)]
     lengths, arrays = [length for part in parts for length in count_tokens(model, part)], {}

@@ -16,14 +16,14 @@ from ..common.options import choose
 from .config import Training
 
 PROJECT = "lrpe-md"
-FOLDER = "tensorboard"  # subfolder of a run
+FOLDER = "tensorboard"  # name of the subfolder in a run's folder
 
 
 def choose_trackers(config: Training) -> list[str]:
     """Return the names of a run's trackers.
 
     Raises:
-        typer.BadParameter: for an unknown tracker, or one whose package is not installed.
+        typer.BadParameter: if a tracker is unknown, or its package is not installed.
     """
     names = [name.strip() for name in config.log_with.split(",") if name.strip()]
     if not names:
@@ -39,7 +39,7 @@ def choose_trackers(config: Training) -> list[str]:
 
 
 def locate_logs(config: Training) -> ProjectConfiguration:
-    """Return the folders of the logs."""
+    """Return the log folders."""
     return ProjectConfiguration(project_dir=str(config.out), logging_dir=str(config.out / FOLDER))
 
 
@@ -56,7 +56,7 @@ def start_trackers(accelerator: Accelerator, config: Training, settings: dict[st
 
 
 def finish_trackers(accelerator: Accelerator) -> None:
-    """Flush and close the trackers. ``end_training`` would also end the process group, which evaluations need."""
+    """Flush and close the trackers. ``end_training`` would also end the process group, which evaluations still need."""
     for tracker in accelerator.trackers:
         tracker.finish()
     accelerator.trackers = []

@@ -1,4 +1,4 @@
-"""Autoencoders from diffusers, which convert pixels to latents and back."""
+"""Autoencoders from diffusers, to convert pixels to latents and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import typer
 from torch import Tensor
 
-from .checkpoint import digest_of, first_line
+from .checkpoint import digest_of, first_sentence
 
-BATCH = 64  # images encoded or decoded at a time
+BATCH = 64  # number of images to encode or decode at a time
 
 
 def load_vae(name: str) -> Any:
@@ -32,7 +32,7 @@ def load_vae(name: str) -> Any:
             found: Any = AutoencoderKL.from_pretrained(name, subfolder=subfolder or None, torch_dtype=torch.float32)
             return found.requires_grad_(False).eval()
         except Exception as error:  # hub, JSON and safetensors raise various errors
-            errors.append(first_line(error))
+            errors.append(first_sentence(error))
     raise typer.BadParameter(
         f"--vae {name}: expected an AutoencoderKL from diffusers (a folder, a run of `train vae`, or a hub "
         f"id), got none ({errors[0]}); pass another path"
@@ -40,7 +40,7 @@ def load_vae(name: str) -> Any:
 
 
 def locate_vae(name: str) -> str:
-    """Return a folder's absolute path, so that any program finds it, or a hub id unchanged."""
+    """Return the absolute path of a folder, so that programs find it from anywhere. Return a hub id unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -67,13 +67,13 @@ class Decoder:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode pixels (B, 3, H, W) in [-1, 1] as mean and standard deviation (B, C, h, w), not scaled or shifted."""
+        """Encode pixels (B, 3, H, W) in [-1, 1], and return the unscaled means and standard deviations (B, C, h, w)."""
         found = [self.vae.encode(part.to(self.device)).latent_dist for part in pixels.split(BATCH)]
         return torch.cat([each.mean for each in found]), torch.cat([each.std for each in found])
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode scaled and shifted latents (B, C, [frames,] h, w) as pixels (B, 3, [frames,] H, W)."""
+        """Decode scaled and shifted latents (B, C, [frames,] h, w) to pixels (B, 3, [frames,] H, W)."""
         z = latents.float() / self.scale + self.shift
         frames = z.transpose(1, 2).flatten(0, 1) if z.ndim == 5 else z
         x = torch.cat([self.vae.decode(part.to(self.device)).sample for part in frames.split(BATCH)])
@@ -89,7 +89,8 @@ def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Dec
         device: device of the VAE.
 
     Raises:
-        typer.BadParameter: if there is no VAE, it has other channels, or "auto" finds that its weights have changed.
+        typer.BadParameter: if there is no VAE, the number of channels differs, or "auto" finds that the VAE has
+            changed.
     """
     found = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)
     if found.channels != latents["channels"]:

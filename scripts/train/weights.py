@@ -24,19 +24,19 @@ from lrpe_md.modules.base import FrequencyModule
 from ...models.lm import CausalLm
 from ...models.video import LrpeVideoTransformer, inflate_unchecked
 from ..common.folder import save_whole
-from .checkpoint import digest_of, first_line, read_checkpoint
-from .encodings import has_coordinates
+from .checkpoint import digest_of, first_sentence, read_checkpoint
+from .encodings import find_reference, has_coordinates
 from .loop import WHOLE, Trainer
 
 EXPORT = "model.safetensors"
-# Prefixes that only the model may have, and prefixes that only the file may have.
+# Name prefixes that may exist only in the model, and prefixes that may exist only in the file.
 NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
 LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
-# Norms after attention, which `train` adds to models with linear layers.
+# Norms after attention. `train` adds them to models with linear layers.
 NORMS = (".attn.norm.", ".image.norm.", ".text.norm.")
 SIZES = ("patch", "dim", "depth", "heads", "qk_norm")
-FREE = ("encoding", "attention", "memory")  # model options that may differ, unless they change the names of weights
-# Kind of condition → its name, and how to train with it.
+FREE = ("encoding", "attention", "memory")  # model options that may differ, unless they change the weights' names
+# Kind of condition → name of the condition, and how to train with it.
 KINDS = {
     "captions": ("captions", "--condition captions, and data with captions"),
     "labels": ("class labels", "--condition labels, and data with classes"),
@@ -48,21 +48,21 @@ KINDS = {
 def start_from(
     model: nn.Module, path: Path, settings: dict[str, Any] | None = None, options: Collection[str] = SIZES
 ) -> str:
-    """Load all weights that fit the model, and print those that do not.
+    """Load all weights that fit the model, and print the names of the others.
 
-    If the weights come from a run whose encoding differs from the one in ``settings``, print a line about it.
-    ``options`` names the settings that determine the model.
+    If the weights come from a run with another encoding than in ``settings``, print a line about this. ``options``
+    names the settings that determine the model.
 
     The head, class and register tokens, and the encoding may differ. The norms of linear attention may be missing.
-    Weights of a vision transformer are resampled to the model's sizes, and those of an image model are inflated for a
+    Weights of a vision transformer are resampled to the model's sizes. Weights of an image model are inflated for a
     video model.
 
     Returns:
         a hash of the weights.
 
     Raises:
-        typer.BadParameter: if the file is missing or has no weights, or the weights have a different architecture. The
-            model is then unchanged.
+        typer.BadParameter: if the file is missing or has no weights, or the weights have a different architecture. In
+            these cases, the model is unchanged.
     """
     found, before = _read(path)
     digest = digest_of(found)
@@ -72,7 +72,7 @@ def start_from(
         if isinstance(module, FrequencyModule):
             module.upgrade_state_dict(found, f"{name}.")
             own.update({key: value for key, value in found.items() if key == f"{name}.sign"})
-    # Skip a head with a different number of rows, because its classes differ.
+    # Skip a head with a different number of rows, because the classes differ.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     wrong = [
         f"{name} is {tuple(found[name].shape)} in the file and {tuple(own[name].shape)} in the model"
@@ -95,7 +95,7 @@ def start_from(
         new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys()))
         said = [f"{text} {', '.join(names)}" for text, names in (("new:", new), ("left out:", unused)) if names]
         typer.echo(f"Starting from {path}" + (f" ({'; '.join(said)})" if said else ""), err=True)
-        for name in ("encoding", "patch"):  # patches are resampled
+        for name in ("encoding", "patch"):  # patch weights were resampled
             ours, trained = ((each or {}).get(name) for each in (settings, before))
             if None not in (ours, trained) and ours != trained:
                 typer.echo(f"{path} was trained with --{name} {trained}; this training uses {ours}", err=True)
@@ -105,22 +105,33 @@ def start_from(
 
 
 def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | None:
-    """Describe the patch grids of both runs if they differ and this run has no --reference, or return None."""
+    """Describe the patch grids if those of the runs differ and this run has no --reference. Otherwise, return None."""
     known = {"size", "patch"} <= before.keys() and has_coordinates(_part_of(settings, "model"))
-    if not known or settings.get("reference") != 0:
+    if not known or settings.get("reference") not in (0, ""):
         return None
-    trained = (before.get("reference") or before["size"]) // before["patch"]
-    number = settings["size"] // settings["patch"]
-    if trained == number:
+    trained, grid = _find_grid(before), _find_grid(settings)
+    if len(grid) == 3 and (settings["causal"] or len(trained) == 2):  # time can't be rescaled, or is new
+        trained = grid[0], *trained[-2:]
+    if trained == grid:
         return None
+    units = [settings["tubelet"], settings["patch"]] if len(grid) == 3 else [settings["patch"]]
+    reference = "x".join(str(n * unit) for n, unit in zip(trained[:-1], units, strict=True))
+    trained_text, grid_text = ("×".join(map(str, each)) for each in (trained, grid))
     return (
-        f"trained with {trained}×{trained} patches; this training has {number}×{number}. To map their positions onto "
-        f"the trained grid, pass --reference {trained * settings['patch']}"
+        f"trained with {trained_text} patches; this training has {grid_text}. To map their positions onto the trained "
+        f"grid, pass --reference {reference}"
     )
 
 
+def _find_grid(settings: dict[str, Any]) -> tuple[int, ...]:
+    """Return the patch grid ([time,] height, width) that positions cover in a run on images or videos."""
+    frames, _, size = find_reference(settings).rpartition("x")
+    side = int(size) // settings["patch"]
+    return (int(frames) // settings["tubelet"], side, side) if frames else (side, side)
+
+
 def _count_heads(model: nn.Module) -> int | None:
-    """Return the number of heads of the first attention layer, or None if it is unknown."""
+    """Return the number of heads of the first attention layer, or None if that number is unknown."""
     if isinstance(model, CausalLm):
         return model.config.num_heads
     modules = (m for m in model.modules() if not isinstance(m, FrequencyModule))
@@ -129,7 +140,7 @@ def _count_heads(model: nn.Module) -> int | None:
 
 
 def _list_norms(model: nn.Module) -> list[str]:
-    """Return the names of the norms after linear attention, which weights of softmax layers lack."""
+    """Return the names of the norms after linear attention. The weights of softmax layers do not include them."""
     attributes = [(getattr(m, "attention", None), getattr(m, "linear", None)) for m in model.modules()]
     if not any(attention == "linear" or linear is True for attention, linear in attributes):
         return []
@@ -137,16 +148,16 @@ def _list_norms(model: nn.Module) -> list[str]:
 
 
 def _first_names(names: Iterable[str]) -> list[str]:
-    """Return the first parts of weight names, with one name for all norms after attention."""
+    """Return the first part of each weight name. All norms after attention get the same name."""
     norms = [norm.strip(".") for norm in NORMS]
     return sorted({next((norm for norm in norms if f".{norm}." in name), name.split(".")[0]) for name in names})
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the averaged weights of a run, or the weights of a file that timm supports.
+    """Read the averaged weights of a run, or the weights in a file that timm supports.
 
     Returns:
-        the weights, and the settings of the run, or {} if they are unknown.
+        the weights, and the settings of the run, or {} if the settings are unknown.
     """
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
@@ -165,10 +176,10 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         found: Any = load_state_dict(str(file), weights_only=True)
     except typer.BadParameter:
         raise
-    except Exception as error:  # readers can raise any exception for other data
+    except Exception as error:  # readers can raise any exception for unsupported data
         raise typer.BadParameter(
             f"--weights {path}: expected named tensors, as saved by timm or a training run, got a file that "
-            f"can't be read ({first_line(error)})"
+            f"can't be read ({first_sentence(error)})"
         ) from error
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise typer.BadParameter(f"--weights {path}: expected named tensors, as saved by timm")
@@ -176,7 +187,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _explain_timm_weights(name: str) -> str:
-    """Return advice on saving pretrained weights, to append to an error, if ``name`` is a timm model."""
+    """If ``name`` is a timm model, return advice on saving pretrained weights, to be appended to an error."""
     if not is_model(name):
         return ""
     return (
@@ -186,22 +197,22 @@ def _explain_timm_weights(name: str) -> str:
 
 
 def _find_other_heads(before: dict[str, Any], num_heads: int | None) -> int | None:
-    """Return a run's number of heads if it differs from the model's, which the shapes of the weights don't show."""
+    """Return a run's number of heads if it differs from the model's. The shapes of the weights don't reveal this."""
     arguments = _part_of(before, "model")
     heads = arguments.get("num_heads", num_heads) if arguments else before.get("heads", num_heads)
     return None if num_heads in (None, heads) else heads
 
 
 def _part_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a nested entry of a run's settings, such as "model" or "condition", or {} if it is not a dictionary."""
+    """Return a nested entry in a run's settings, such as "model" or "condition", or {} if it is not a dictionary."""
     found = settings.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collection[str], heads: int | None) -> str:
-    """Return advice on which training options build the model of the run with settings ``before``.
+    """Return advice on the training options that build the same model as the run with the settings ``before``.
 
-    ``heads`` is the run's number of heads if it differs.
+    ``heads`` is the number of heads in that run if it differs.
     """
     trained, now = (_part_of(each, "condition") for each in (before, settings))
     if trained and now and trained["kind"] != now["kind"]:
@@ -215,7 +226,7 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
     if models[0] == models[1]:
         differ.pop("model", None)
     else:
-        sizes = ("patch", "dim", "depth", "heads") if models[0] else ()  # a timm model defines them
+        sizes = ("patch", "dim", "depth", "heads") if models[0] else ()  # a timm model defines its sizes
         differ = {name: value for name, value in differ.items() if name not in sizes} | {"model": models[0]}
     named = {name: value for name, value in differ.items() if name not in FREE}
     named = named or ({"heads": heads} if heads else differ)
@@ -233,7 +244,7 @@ def _as_option(name: str, value: Any = True) -> str:
 
 
 def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, Any]:
-    """Rename weights to the model's names, and resample them to its sizes."""
+    """Rename weights to the model's names, and resample the weights to the model's sizes."""
     found = dict(found)
     kernel, table = found.get("patch_embed.proj.weight"), found.get("pos_embed")
     channels = model.patch_embed.proj.weight.shape[1]
@@ -249,7 +260,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
         if math.isqrt(table.shape[1]) ** 2 != table.shape[1]:
             found["pos_embed"] = table[:, prefix:]
     own = model.state_dict().keys()
-    for name in ("weight", "bias"):  # if the model averages tokens, the norm comes after the mean
+    for name in ("weight", "bias"):  # in a model that averages tokens, the norm comes after the mean
         if f"fc_norm.{name}" in own and f"norm.{name}" in found:
             found.setdefault(f"fc_norm.{name}", found.pop(f"norm.{name}"))
     fit = inflate_unchecked if isinstance(model, LrpeVideoTransformer) else checkpoint_filter_fn
@@ -260,7 +271,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
 
 
 def export_weights(trainer: Trainer) -> None:
-    """Write the weights to evaluate, averaged if available, to model.safetensors."""
+    """Write the weights to model.safetensors. These are the averaged weights if there are any."""
     weights: dict[str, Any] = get_model_state_dict(trainer.averaged, options=WHOLE)  # gathered by all processes
     if trainer.accelerator.is_main_process:
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}

@@ -1,4 +1,4 @@
-"""Interface between tasks and the training loop, which also writes result.json."""
+"""Interface between tasks and the training loop."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Work:
 
     Args:
         model: model on any device.
-        settings: settings other than options that affect the weights, such as model arguments and a hash of the data.
+        settings: settings, other than options, that affect the weights, such as model arguments and a hash of the data.
         steps, batch, loss: see :meth:`.loop.Trainer.fit`.
-        evaluate: function that returns the trained model's results for result.json. All processes call it.
-        validate: function that returns values for a row of the history during training.
+        evaluate: function that evaluates the trained model, and returns entries for result.json. All processes call it.
+        validate: function that is called during training, and returns values for a row of the history.
         after_step: function to call after each step, for example to draw samples; see :meth:`.loop.Trainer.fit`.
         in_processes: whether workers are processes; see :meth:`.loop.Trainer.fit`.
     """
@@ -55,8 +55,7 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
     if accelerator.is_main_process and not config.seconds and config.warmup_steps != config.warmup:
         typer.echo(
-            f"--warmup {config.warmup} reduced to {config.warmup_steps}, because the run has only "
-            f"{plural(config.steps, 'step')}",
+            f"--warmup {config.warmup} reduced to {config.warmup_steps}, a tenth of the {plural(config.steps, 'step')}",
             err=True,
         )
     console.print("Reading the data, building the model")

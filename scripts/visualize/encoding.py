@@ -21,14 +21,14 @@ HEAD_DIM = 64
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("scripts/results")) -> None:
-    """Draw angles and similarity for the README, the home page and the page on concepts."""
+    """Draw angles and similarity for the README, the home page and the concepts page."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_angles(folder / "encoding.png")
     draw_relative(folder / "front-relative.png")
 
 
 def draw_relative(path: Path) -> None:
-    """Draw the similarity of two patches to all other patches, which shows the same pattern at different places."""
+    """Draw the similarity of two patches to all other patches, to show the same pattern in different places."""
     grid = Grid(GRID)
     omega = axial_omega(geometric_theta(HEAD_DIM // 4, 100.0), HEAD_DIM // 2, 2)
     x = torch.ones(1, 1, grid.total, HEAD_DIM, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Documentation page of all presets, with a description of each and the similarity of one token to all others."""
+"""Documentation page for all presets. It describes each preset, and shows the similarity of one token to all others."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ COMMAND = "python -m scripts.visualize.gallery"
 
 
 class Similarity(NamedTuple):
-    """Similarity of one token to all others, (N,), or (H, W) for an image or for the token's frame."""
+    """Similarity of one token to all others, as (N,), or as (H, W) for an image or the token's frame in a video."""
 
     values: torch.Tensor
-    token: tuple[int, ...]  # its index in the values
-    head: int | None  # the head, if heads have different frequencies
+    token: tuple[int, ...]  # index of the token in the values
+    head: int | None  # number of the head, if heads have different frequencies
 
 
 def choose_token(layout: TokenLayout) -> tuple[int, ...]:
-    """Return the token at a third of each axis, because the centre is a singular point for positions on circles."""
+    """Return the token at a third of each axis, because positions on circles are singular at the centre."""
     return tuple(n // 3 for n in layout.shape)
 
 
 def over_grid(made: Preset) -> Similarity:
-    """Return the similarity for the head in which it varies most over the grid."""
+    """Return the similarity for the head whose similarity varies most over the grid."""
     layout = lay_out_tokens(made.positions, default_shape(made), row_major=made.scheme.row_major)
     token = choose_token(layout)
 
@@ -51,7 +51,7 @@ def over_grid(made: Preset) -> Similarity:
 
 
 def draw(names: list[str], path: Path) -> None:
-    """Draw a picture for each preset, with its range of values in the title."""
+    """Draw a picture for each preset, and show the range of values in the picture's title."""
     with plt.rc_context({**STYLE, "axes.titlesize": 8, "axes.grid": False}):
         rows = -(-len(names) // COLUMNS)
         figure, axes = plt.subplots(
@@ -110,7 +110,7 @@ def main(
     / "gallery",
     pages: Annotated[Path, typer.Option(help="Output folder for the page.")] = PAGES,
 ) -> None:
-    """Write the page of presets and its pictures."""
+    """Write the page about presets, and draw the pictures on the page."""
     if pages == PAGES:
         require_checkout("--pages")
     names, size = sorted(list_presets()), COLUMNS * ROWS

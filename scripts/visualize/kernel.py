@@ -24,7 +24,7 @@ def arrow(axis: Any, begin: tuple[float, float], end: tuple[float, float], color
 
 
 def draw_walk(axis: Any) -> None:
-    """Draw one program of the rotary kernel, with a block of tokens and all rows that share its angles."""
+    """Draw one program of the rotary kernel: a block of tokens, and all rows that share the block's angles."""
     blocks, rows, program = 6, 4, 2
     for block in range(blocks):
         for row in range(rows):
@@ -44,7 +44,7 @@ def draw_walk(axis: Any) -> None:
 
 
 def draw_passes(axis: Any) -> None:
-    """Draw the two passes of linear attention, and the scan between them."""
+    """Draw the two passes of linear attention, and the scan between the passes."""
     for chunk in range(3):
         y = 4.4 - 2 * chunk
         box(axis, (0, y), (1.7, 1.2), LIGHT, f"k, v\nchunk {chunk}")

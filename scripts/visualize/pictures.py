@@ -1,12 +1,14 @@
-"""Plot encodings, with angles over the grid, the similarity of one token to all others, and wavelengths.
+"""Plot encodings: angles over the grid, the similarity of one token to all others, and wavelengths.
 
     lrpe-md visualize --preset wan --preset dinov3
+    lrpe-md visualize --preset wan --preset dinov3 --compare
     lrpe-md visualize --preset ours.json
     lrpe-md visualize --preset all --out runs/visualize --format pdf
     lrpe-md visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
-There is one figure per encoding. At the top, it shows Θ of a few pairs over the grid. Below are the similarity of the
-marked token to all others for each map and axis order, slices through this similarity, and the wavelengths.
+There is one figure per encoding. The top of the figure shows Θ of a few pairs over the grid. Below are the similarity
+of the marked token to all others for each map and axis order, slices through this similarity, and the wavelengths. With
+--compare, there is a single figure with a row per encoding, and all rows share the scale of the similarity.
 :mod:`lrpe_md.picture.data` computes the data and explains the assumptions behind similarity.
 """
 
@@ -24,6 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from lrpe_md import Scheme, Tokens, axial_omega, geometric_theta, list_presets
@@ -32,7 +35,7 @@ from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
 from lrpe_md.modules.base import DEFAULT_BASES
 from lrpe_md.picture import data
 from lrpe_md.picture.data import NO_ORDER, Subject
-from lrpe_md.picture.figure import View, draw, make_view
+from lrpe_md.picture.figure import View, draw, draw_comparison, make_view
 from lrpe_md.presets import Axial, Dense, Preset
 
 from ..common.folder import unused_path
@@ -43,17 +46,17 @@ FORMATS = ("png", "pdf", "svg")
 FREQUENCIES = tuple(DEFAULT_BASES)
 PANELS = {
     "Encoding": "preset frequencies map axis_order base head_dim heads seed",
-    "Picture": "shape reference text token head channel maps", "Output": "out format dpi dark",
+    "Picture": "compare shape reference text token head channel maps", "Output": "out format dpi dark",
 }  # fmt: skip
 
 
-OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # by the library's argument
-IMPLIED = ("token", "segments", "shape", "reference")  # arguments whose option depends on the call
+OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # argument of the library → option
+IMPLIED = ("token", "segments", "shape", "reference")  # arguments for which the option depends on the call
 
 
 @contextmanager
 def _name_option(option: str) -> Iterator[None]:
-    """Replace the argument's name with the option's in errors of the library."""
+    """In the library's errors, replace the name of an argument with that of its option."""
     try:
         yield
     except ValueError as error:
@@ -70,9 +73,8 @@ def numbers(option: str, text: str, *, least: int, gaps: bool = False) -> tuple[
     parts = re.split(r"\s*[x×,]\s*|\s+", text.strip())
     good = [part.isdecimal() or (gaps and part == "-") for part in parts]
     if not all(good) or any(part != "-" and int(part) < least for part in parts):
-        raise typer.BadParameter(
-            f"{option}: expected integers of at least {least}, such as 18x28 or 9x18x28, got {text!r}"
-        )
+        kind = "positive" if least else "non-negative"
+        raise typer.BadParameter(f"{option}: expected {kind} integers, such as 18x28 or 9x18x28, got {text!r}")
     return tuple(None if part == "-" else int(part) for part in parts)
 
 
@@ -93,7 +95,11 @@ def build_view(
         typer.BadParameter: if an option does not fit the subject.
     """
     made = subject.preset
-    size = data.default_shape(made) if shape is None else numbers("--shape", shape, least=1)
+    if shape is None:
+        with _name_option("--shape"):
+            size = data.default_shape(made)
+    else:
+        size = numbers("--shape", shape, least=1)
     options: dict[str, Any] = {}
     if reference is not None:
         sizes = numbers("--reference", reference, least=1, gaps=True)
@@ -165,31 +171,40 @@ def _blocks(num_axes: int, order: str, channels: int, heads: int, base: float, g
 def main(
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "-p", help="Preset to plot, a JSON file of a scheme, or all; repeatable."),
+        typer.Option(
+            "--preset", "-p",
+            help="Preset to plot, all, the name of your own scheme (with --import MODULE), or a JSON file of a scheme; "
+            "repeatable.",
+        ),
     ] = None,
     frequencies: Annotated[
         str | None,
-        typer.Option(help="Frequencies instead of a preset: axial or mixed, as in RotateMd."),
+        typer.Option(help="Kind of frequencies to plot instead of a preset: axial or mixed, as in RotateMd."),
     ] = None,
-    map: Annotated[str | None, typer.Option(help="Map, without a preset: rotate (default) or cosine.")] = None,
+    map: Annotated[str | None, typer.Option(help="Map to plot with --frequencies: rotate (default) or cosine.")] = None,
     axis_order: Annotated[
         str | None,
-        typer.Option(help="Axis order, for axial frequencies: minor_first (default) or major_first."),
+        typer.Option(help="Axis order of axial frequencies: minor_first (default) or major_first."),
     ] = None,
     base: Annotated[
         float | None,
-        typer.Option(help="Base of the frequencies. (default: the preset's; axial 10000, mixed 10)"),
+        typer.Option(help="Base of the frequencies. (default: the preset's, or 10000 for axial and 10 for mixed)"),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Channels per head. (default: the preset's; 64)")] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Channels per head. (default: the preset's, or 64)")
+    ] = None,
     heads: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Number of heads with separate frequencies. (default: the preset's; 1)",
+            help="Number of heads with separate frequencies. (default: the preset's, or 1)",
         ),
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed for random directions.")] = 0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Draw one figure with a row for each preset, instead of one figure each.")
+    ] = False,
     shape: Annotated[
         str | None,
         typer.Option(help="Grid shape: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)"),
@@ -200,51 +215,72 @@ def main(
     ] = None,
     text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
-    channel: Annotated[list[int] | None, typer.Option(help="Channel or pair to map; repeatable.")] = None,
-    maps: Annotated[int, typer.Option(min=1, help="Number of angle maps, without --channel.")] = 4,
+    channel: Annotated[list[int] | None, typer.Option(help="Channel or pair whose angles to plot; repeatable.")] = None,
+    maps: Annotated[int, typer.Option(min=1, help="Number of angle maps if you don't pass --channel.")] = 4,
     out: Annotated[
-        Path, typer.Option(help="Output folder for the figures, NAME.png; the next ones are NAME-2.png, ..")
+        Path, typer.Option(help="Output folder for the figures, NAME.png, or NAME-2.png if that exists.")
     ] = Path("runs/visualize"),
     format: Annotated[str, typer.Option(help=f"File format: {', '.join(FORMATS)}.")] = "png",
     dpi: Annotated[int, typer.Option(min=20, help="Resolution of a PNG, in dots per inch.")] = 150,
     dark: Annotated[
         bool, typer.Option("--dark", help="Also save NAME-dark, for pages with a dark background.")
     ] = False,
-) -> None:
-    """Plot angle maps, similarity and wavelengths of encodings, with one figure per encoding."""
+) -> None:  # fmt: skip
+    """Plot angle maps, similarity and wavelengths of encodings, one figure per encoding."""
     choose("--format", [format], FORMATS)
     if bool(preset) == bool(frequencies):
         raise typer.BadParameter("expected either --preset or --frequencies (--preset all plots every preset)")
+    sizes: Any = {"head_dim": head_dim, "num_heads": heads, "base": base, "seed": seed}
     if preset:
-        for option, value in (("--map", map), ("--axis-order", axis_order)):
-            if value is not None:
-                raise typer.BadParameter(f"{option}: expected no value with --preset, which sets it, got {value!r}")
-        schemes = _find_schemes(list_presets() if preset == ["all"] else preset)
-        with _name_option("--preset"):
-            subjects = [data.published(scheme, head_dim, heads, base, seed, name) for name, scheme in schemes.items()]
+        subjects = _find_subjects(preset, {"--map": map, "--axis-order": axis_order}, sizes)
     else:
         num_axes = 2 if shape is None else len(numbers("--shape", shape, least=1))
-        choose("--frequencies", [frequencies or ""], FREQUENCIES)
-        choose("--map", [map or "rotate"], data.MAPS)
-        choose("--axis-order", [axis_order or "minor_first"], AXIS_ORDERS)
-        if axis_order is not None and frequencies == "mixed":
-            raise typer.BadParameter(
-                f"--axis-order: expected no value with --frequencies mixed, which has no axis order, got {axis_order!r}"
-            )
-        own: Any = {"map": map, "axis_order": axis_order, "head_dim": head_dim}
-        own = {key: value for key, value in own.items() if value is not None}
-        with _name_option("--frequencies"):
-            subjects = [custom(frequencies or "", num_axes, num_heads=heads or 1, base=base, seed=seed, **own)]
+        subjects = [_make_subject(frequencies or "", num_axes, map, axis_order, sizes)]
     grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
+    if compare and len(views) < 2:
+        raise typer.BadParameter(
+            "--compare: expected several presets, got one; pass --preset for each, or leave it out"
+        )
     out.mkdir(parents=True, exist_ok=True)
+    if compare:
+        save_figure(draw_comparison(views), unused_path(out / f"comparison.{format}"), dpi, dark)
+        return
     for view in views:
-        save_view(view, unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
+        save_figure(draw(view), unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
 
 
-def save_view(view: View, path: Path, dpi: int, dark: bool) -> None:
-    """Draw and save a figure, optionally with a copy for dark pages, and print its path."""
-    figure = draw(view)
+def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, Any]) -> list[Subject]:
+    """Return the subjects of --preset. The options ``unused`` must be None."""
+    for option, value in unused.items():
+        if value is not None:
+            raise typer.BadParameter(
+                f"{option}: expected no value with --preset, which sets it, got {value!r}; leave it out, because "
+                "figures of presets also show the similarity for the other map and axis order"
+            )
+    schemes = _find_schemes(list_presets() if preset == ["all"] else preset)
+    with _name_option("--preset"):
+        return [data.published(scheme, name=name, **sizes) for name, scheme in schemes.items()]
+
+
+def _make_subject(
+    frequencies: str, num_axes: int, map: str | None, axis_order: str | None, sizes: dict[str, Any]
+) -> Subject:
+    """Return the subject of --frequencies. Options that are None have the defaults of :func:`custom`."""
+    choose("--frequencies", [frequencies], FREQUENCIES)
+    choose("--map", [map or "rotate"], data.MAPS)
+    choose("--axis-order", [axis_order or "minor_first"], AXIS_ORDERS)
+    if axis_order is not None and frequencies == "mixed":
+        raise typer.BadParameter(
+            f"--axis-order: expected no value with --frequencies mixed, which has no axis order, got {axis_order!r}"
+        )
+    options: Any = {"map": map, "axis_order": axis_order, **sizes}
+    with _name_option("--frequencies"):
+        return custom(frequencies, num_axes, **{key: value for key, value in options.items() if value is not None})
+
+
+def save_figure(figure: Figure, path: Path, dpi: int, dark: bool) -> None:
+    """Save and close a figure, optionally with a copy for dark pages, and print the figure's path."""
     if dark:
         save(figure, path, dpi=dpi)
     else:

@@ -358,9 +358,7 @@ def refused(mesh, impl):
     uneven = DTensor.from_local(
         x[:, :, : 2 + 3 * dist.get_rank()], mesh, [Shard(2)], run_check=False, shape=x.shape, stride=x.stride()
     )
-    with pytest.raises(
-        ValueError, match=r"x: expected shards of the size that DTensor chooses, .* Grid\(start=, length=\)"
-    ):
+    with pytest.raises(ValueError, match=r"x: expected DTensor's default shard of .* Grid\(start=, length=\)"):
         rotate(uneven, omega=omega, positions=GRID)
     one_and_three = x[:, :1] if dist.get_rank() == 0 else x[:, 1:4]
     cut = DTensor.from_local(
@@ -368,9 +366,13 @@ def refused(mesh, impl):
     )
     by_head = normal(mesh, 4, 4, 2)
     for tables in ({"omega": by_head}, {"omega": by_head[:1], "phase": by_head[..., 0]}):
-        with pytest.raises(ValueError, match=r"x: expected shards .*, 2 of 4 heads, got [13]; .* of its heads"):
+        with pytest.raises(
+            ValueError, match=r"x: expected DTensor's default shard of 2 out of 4 heads, got [13]; .* of its heads"
+        ):
             rotate(cut, positions=GRID, **tables)
-    with pytest.raises(ValueError, match=r"x: expected shards .* heads"):  # q's shards are valid, k's are not
+    with pytest.raises(
+        ValueError, match=r"x: expected DTensor's default shard .* heads"
+    ):  # q's shards are valid, k's are not
         rotate(distribute_tensor(x[:, :4], mesh, [Shard(1)]), cut, omega=by_head, positions=GRID)
     assert rotate(cut, omega=by_head[:1], positions=GRID).to_local().shape == one_and_three.shape  # shared by all
     cut = DTensor.from_local(
@@ -379,7 +381,9 @@ def refused(mesh, impl):
     table = normal(mesh, 2, 7, 2)
     origins = torch.tensor([[0, 0], [5, 5]], device=x.device)
     for where in (table, Grid((2, 3), prefix=1, origin=origins)):
-        with pytest.raises(ValueError, match=r"x: expected shards .*, 1 of 2 samples, got [02]; .* its samples"):
+        with pytest.raises(
+            ValueError, match=r"x: expected DTensor's default shard of 1 out of 2 samples, got [02]; .* its samples"
+        ):
             rotate(cut, omega=omega[:1], positions=where)
 
 

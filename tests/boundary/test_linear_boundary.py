@@ -563,9 +563,9 @@ def test_cache_distinguishes_options(device):
         for changes, right in zip(options, expected, strict=True):
             for a, b in zip(run(changes, "triton"), right, strict=True):
                 assert_near(a, b, msg=lambda m, c=changes: f"{c}: {m}")
-    with pytest.raises(ValueError, match="block: expected an integer"):
+    with pytest.raises(ValueError, match="block: expected a positive integer"):
         run({"block": True}, "triton")  # block=1 is cached
-    with pytest.raises(ValueError, match="block: expected an integer"):
+    with pytest.raises(ValueError, match="block: expected a positive integer"):
         run({"block": 2.0}, "triton")
 
 

@@ -31,5 +31,5 @@ def test_the_first_run(tmp_path, monkeypatch):
         assert sheet.format == "PNG"
     torch.manual_seed(0)
     example = doctest.DocTestParser().get_doctest(find_block("pycon", "load_run"), {}, "diffusion.md", None, None)
-    assert len(example.examples) == 6
+    assert len(example.examples) == 9
     assert doctest.DocTestRunner().run(example).failed == 0

@@ -98,6 +98,8 @@ def test_finetune_timm(tmp_path, capsys):
     plain.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))  # this works without this library
     load("finetune_timm").main([str(arg) for arg in [*command, "--size", 64, "--epochs", 1]])
     assert "at 64×64" in capsys.readouterr().out
+    reject("finetune_timm", *command, "--size", 50)
+    assert "--size: expected multiples of (16, 16), the patch size, got 50" in capsys.readouterr().err
 
 
 def test_finetune_timm_rejects_train_and_val_as_classes(tmp_path, capsys):
@@ -119,6 +121,9 @@ def test_video_clips(tmp_path):
     module = load("video_clips")
     accuracy = module.main(command)
     assert set(accuracy) == {4, 8}
+    (tmp_path / "data" / "right" / "9.mp4").write_bytes(b"no video")
+    assert "9.mp4 can't be read as a video" in reject("video_clips", *command)
+    reject("video_clips", *command, "--size", 40)
     clip = module.read_clip(tmp_path / "data" / "right" / "0.mp4", 5, 32)
     assert clip.shape == (3, 5, 32, 32)
     places = (clip[0] > 0).float().sum(1).argmax(-1)  # column of the square in each frame
@@ -135,6 +140,8 @@ def test_text_to_image(tmp_path):
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.size == (2 * 8, 3 * 8)
+    (tmp_path / "blue.txt").unlink()
+    assert "expected NAME.png and NAME.txt, got blue.png without a caption" in reject("text_to_image", *command)
 
 
 def test_stream_video(tmp_path, capsys):
@@ -150,13 +157,49 @@ def test_stream_video(tmp_path, capsys):
     # two heads of 32 channels: sums of three layers and their normalisers, then keys and values of 16 patches per frame
     assert sizes[-1] == 4 * (3 * 2 * (32 * 32 + 32) + 2 * 2 * 3 * 16 * 32)
 
-    write_video(tmp_path / "clip.mp4", moving_square(6, 32, 3))
-    command = ["--video", tmp_path / "clip.mp4", "--window", "2", "--size", "16", "--rule", "add"]
-    assert len(module.main(list(map(str, command)))) == 6
-    first, *_ = module.read_frames(tmp_path / "clip.mp4", 16)
-    assert first.shape == (1, 3, 1, 16, 16)
-    assert first.min() < -0.8
-    assert first.max() > 0.6
+    assert len(module.main(["--frames", "6", "--window", "2", "--rule", "add"])) == 6
+
+
+def reject(name, *command):
+    """Run an example with a mistake, which must end with a usage error."""
+    with pytest.raises(SystemExit) as raised:
+        load(name).main([str(arg) for arg in command])
+    assert raised.value.code not in (0, None)
+    return str(raised.value)
+
+
+def test_stream_video_with_a_trained_model(tmp_path, capsys):
+    """The scores of the frame that ends a clip are those of the clip."""
+    from lrpe_md.scripts.train.runs import load_clip, load_run
+    from lrpe_md.scripts.train.tasks.video import VideoTraining, run
+
+    for name, step in {"left": -2, "right": 2}.items():
+        for i in range(4):
+            path = tmp_path / "data" / ("train" if i else "val") / name / f"{i}.mp4"
+            write_video(path, moving_square(12, 32, step, i))
+    options = {
+        "data": [tmp_path / "data"], "task": "labels", "frames": 4, "every": 1, "size": 32, "test_size": 0,
+        "batch": 2, "dim": 48, "depth": 1, "heads": 2, "steps": 2, "device": "cpu", "tensorboard": False,
+        "cache": "none", "progress": False,
+    }  # fmt: skip
+    run(VideoTraining(out=tmp_path / "run", causal=True, window=2, **options))
+    run(VideoTraining(out=tmp_path / "plain", **options))
+    write_video(tmp_path / "clip.mp4", moving_square(4, 32, 2))
+    capsys.readouterr()
+    command = ["--run", tmp_path / "run", "--video"]
+    load("stream_video").main(list(map(str, [*command, tmp_path / "clip.mp4"])))
+    printed = capsys.readouterr().out.splitlines()
+    index = load_run(tmp_path / "run")(load_clip(tmp_path / "run", tmp_path / "clip.mp4")).argmax()
+    assert [line.partition(":")[0] for line in printed] == [f"frame {n}" for n in (1, 2, 3, 4)]
+    assert printed[-1] == f"frame 4: {('left', 'right')[index]}"
+    for wrong, message in (
+        ([*command, "99.mp4"], "99.mp4 can't be read"), ([*command, tmp_path], "can't be read"),
+        (["--video", tmp_path / "clip.mp4"], "--run, --video: expected both"),
+        (["--run", tmp_path / "data", "--video", tmp_path / "clip.mp4"], "folder: expected a run with"),
+        (["--run", tmp_path / "plain", "--video", tmp_path / "clip.mp4"], "train it with --causal"),
+    ):  # fmt: skip
+        reject("stream_video", *wrong)
+        assert message in capsys.readouterr().err
 
 
 def test_decode_lm(capsys):
@@ -186,6 +229,8 @@ def test_load_trained(tmp_path, capsys):
     with pytest.raises(SystemExit):
         load("load_trained").main([str(tmp_path / "run"), "--picture", "nope.png"])
     assert "--picture nope.png: no such file" in capsys.readouterr().err
+    reject("load_trained", tmp_path)
+    assert "run: folder: expected a run with checkpoint.pt or model.safetensors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -208,6 +253,7 @@ def test_load_trained_predicts_one_picture(tmp_path, capsys, stream):
         )
     )  # fmt: skip
     assert result["classes"] == ["blue", "red"]
+    assert result["accuracy_by_class"] == {"blue": 100, "red": 100}
     assert result["accuracy"]["extrapolated"]["8x8"] == 100
     test = load_images(tmp_path / "data", 12).test
     expected = load_run(tmp_path / "run")(resized(test.images, (8, 8)))
@@ -229,6 +275,27 @@ def test_ablate_own_model(tmp_path):
     assert found["none"] == module.main([*command[:-2]])["none"]  # equal seeds repeat the result
     for encoding in ("cosine", "mixed", "dinov3"):
         assert module.Net(encoding)(torch.randn(2, 8, 8)).shape == (2, 10)
+
+
+def test_ablate_own_model_keeps_its_results(tmp_path, monkeypatch):
+    """A wrong name fails before the first training, and each encoding is saved when it is done."""
+    pytest.importorskip("sklearn")
+    module, out, started = load("ablate_own_model"), tmp_path / "table.csv", []
+
+    def train(encoding, seed, epochs):
+        started.append(encoding)
+        if encoding == "cosine":
+            raise KeyboardInterrupt
+        return 0.5
+
+    monkeypatch.setattr(module, "train", train)
+    command = ["--seeds", "2", "--out", str(out), "--encoding", "rotate", "--encoding"]
+    with pytest.raises(ValueError, match=r"got 'non' \(did you mean 'none'\?\)"):
+        module.main([*command, "non"])
+    assert not started
+    with pytest.raises(KeyboardInterrupt):
+        module.main([*command, "cosine"])
+    assert out.read_text(encoding="utf-8").split() == ["encoding,0,1", "rotate,0.5,0.5"]
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):

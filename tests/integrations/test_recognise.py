@@ -244,7 +244,7 @@ def test_a_forgotten_prefix():
 
 def test_a_sequence_of_one_number():
     assert str(recognise(llama, head_dim=D, shape=20)) == str(recognise(llama, head_dim=D, shape=(20,)))
-    with pytest.raises(ValueError, match=r"shape: expected one integer .*, got \(2\.5,\)"):
+    with pytest.raises(ValueError, match=r"shape: expected a non-negative integer .*, got \(2\.5,\)"):
         recognise(llama, head_dim=D, shape=2.5)
 
 

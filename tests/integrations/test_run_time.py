@@ -597,7 +597,7 @@ def test_times_of_a_stream():
     for resident in (1, 2, 6):  # a smaller cache has the same relative times for its frames
         whole = relative_times(21, 21)[-resident:]
         assert torch.equal(relative_times(resident, 21).diff(), whole.diff())
-    with pytest.raises(ValueError, match="horizon: expected an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match="horizon: expected a positive integer, got 0"):
         relative_times(3, 0)
 
 

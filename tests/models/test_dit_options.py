@@ -335,7 +335,7 @@ BAD = {
     "norm": (r"norm: expected 'layer' or 'rms'", {"norm": "batch"}),
     "qk_norm": (r"qk_norm: expected 'head', 'heads' or 'none', got True", {"qk_norm": True}),
     "modulation": (r"modulation: expected 'block' or 'shared'", {"modulation": "single"}),
-    "registers": (r"reg_tokens: expected an integer of at least 0, got -1", {"reg_tokens": -1}),
+    "registers": (r"reg_tokens: expected a non-negative integer, got -1", {"reg_tokens": -1}),
     "projection": (r"text_projection: expected 'linear' or 'mlp', got 'none'", {"text_projection": "none"}),
     "width": (r"pooled_projection: .*of 16 channels, because embed_dim is 64", {"pooled_projection": "none"}),
     "table": (

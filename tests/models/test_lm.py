@@ -388,8 +388,8 @@ def test_sampling_draws_from_the_distribution(temperature: float, top_p: float, 
     ({"num_heads": 5}, "dim: expected a multiple of num_heads = 5, got 32"),
     ({"num_kv_heads": 3}, "num_heads: expected a multiple of num_kv_heads = 3, got 4"),
     ({"encoding": "none", "phase": True}, "phase, learnable: expected False with encoding='none'"),
-    ({"num_kv_heads": 0}, "num_kv_heads: expected an integer of at least 1, got 0"),
-    ({"depth": 1.5}, "depth: expected an integer of at least 1, got 1.5"),
+    ({"num_kv_heads": 0}, "num_kv_heads: expected a positive integer, got 0"),
+    ({"depth": 1.5}, "depth: expected a positive integer, got 1.5"),
     ({"dim": 36}, "dim: expected an even head_dim for a rotation, got 36 / 4"),
 ])  # fmt: skip
 def test_config_errors(change: dict, message: str) -> None:
@@ -401,8 +401,8 @@ def test_errors() -> None:
     model, tokens = build(), some_tokens(length=3)
     for message, call in {
         r"prompt: expected integers \(B, N\)": lambda: generate(model, tokens[0], 2),
-        "max_new_tokens: expected an integer of at least 0, got -1": lambda: generate(model, tokens, -1),
-        "max_new_tokens: expected an integer of at least 0, got 1.5": lambda: generate(model, tokens, 1.5),
+        "max_new_tokens: expected a non-negative integer, got -1": lambda: generate(model, tokens, -1),
+        "max_new_tokens: expected a non-negative integer, got 1.5": lambda: generate(model, tokens, 1.5),
         r"prompt: expected integers \(B, N\), N > 0, got torch.int64 \(2, 0\)": lambda: generate(
             model, tokens[:, :0], 2
         ),
@@ -416,8 +416,8 @@ def test_errors() -> None:
         "scaling: expected a function that returns theta of shape": lambda: model.rescale(
             lambda theta: (theta[..., :1], 1.0)
         ),
-        "batch: expected an integer of at least 1, got 0": lambda: model.new_cache(0, 4),
-        "max_length: expected an integer of at least 1, got 1.5": lambda: model.new_cache(1, 1.5),
+        "batch: expected a positive integer, got 0": lambda: model.new_cache(0, 4),
+        "max_length: expected a positive integer, got 1.5": lambda: model.new_cache(1, 1.5),
     }.items():
         with pytest.raises(ValueError, match=message):
             call()

@@ -575,7 +575,7 @@ def test_errors_of_causal_frames():
     for message, change in {
         r"causal: expected 'frames' or None, got 'tokens'": {"causal": "tokens"},
         r"causal: 'frames' needs space_time='joint', got 'factorised'": {"space_time": "factorised"},
-        r"window: expected None unless causal='frames' and attention='softmax' in a layer, got 2": {"window": 2},
+        r"window: expected None unless causal='frames' and a layer has attention='softmax', got 2": {"window": 2},
         r"window: expected at least 1 frame, or None, got 0": {"attention": "softmax", "window": 0},
         r"window: expected None with absolute='sincos'": {"attention": "softmax", "window": 2, "absolute": "sincos"},
         r"global_pool: expected 'avg' .* got 'token'": {"global_pool": "token"},
@@ -601,7 +601,7 @@ def test_errors_of_causal_frames():
     with pytest.raises(ValueError, match="is_causal: expected False with causal='frames'"):
         softmax.forward_features(x, is_causal=True)
     softmax.window = 1
-    with pytest.raises(ValueError, match="window: expected None with dropped tokens"):
+    with pytest.raises(ValueError, match="window: expected None if tokens are dropped"):
         softmax.forward_features(x, keep=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="stream: expected a model with causal='frames', got causal=None"):
         build(attention="linear").stream(x)

@@ -1044,7 +1044,7 @@ def test_argument_errors():
         ({"encoding": CosineMd(16, 2), "encoding_kwargs": {"act": "relu"}}, r"encoding_kwargs: expected none"),
         ({"encoding_kwargs": {"base": 10.0}}, r"encoding_kwargs: expected only act and dim"),
         ({"encoding_kwargs": {"act": "gelu"}}, r"act: expected one of"),
-        ({"encoding_kwargs": {"act": "softmax"}}, r"dim: softmax needs -1"),
+        ({"encoding_kwargs": {"act": "softmax"}}, r"dim: expected -1"),
         ({"encoding": "cosine", "encoding_kwargs": {"bas": 10.0}}, r"bas"),
         ({"encoding": "cosine", "pos_embed": "learn"}, r"pos_embed: .*use absolute"),
         ({"absolute": "sincos", "embed_dim": 30}, r"absolute: 'sincos' needs an embed_dim divisible by 4, got 30"),

@@ -24,7 +24,8 @@ from typer.testing import CliRunner, Result
 
 ROOT = Path(__file__).parents[2]
 FEW = ["--set", "steps=2", "--set", "limit=64", "--set", "warmup=1", "--seeds", "2", "--attention", "softmax"]
-SMALL = ["run", "digits", *FEW, "--device", "cpu", "--workers", "1", "-e", "none", "-e", "cosine"]
+ONE = ["--workers", "1"]
+SMALL = ["run", "digits", *FEW, "--device", "cpu", "-e", "none", "-e", "cosine", *ONE]
 
 
 def invoke(*args: str) -> Result:
@@ -66,6 +67,7 @@ def test_a_run_from_end_to_end_and_again(tmp_path: Path, started_trainings: list
     assert len(rows) == 4 + 2  # and the table of runs; there is no rotate to compare with
     rows = rows[:4]
     assert all(row.count("±") == sizes for row in rows)
+    assert str(out / "table.md") in first.output
     for name in ("accuracy.png", "resolution.png"):
         assert 5_000 < (out / name).stat().st_size < 300_000
         assert str(out / name) in first.output
@@ -164,7 +166,7 @@ def test_kill_9(tmp_path: Path, started_trainings: list) -> None:
 
 def test_parallel_trainings_equal_sequential_ones(tmp_path: Path) -> None:
     for workers in ("1", "2"):
-        done = invoke(*SMALL, "--workers", workers, "--out", str(tmp_path / workers))
+        done = invoke(*SMALL[: -len(ONE)], "--workers", workers, "--out", str(tmp_path / workers))
         assert done.exit_code == 0, done.output
     one, two = (pd.read_csv(tmp_path / workers / "results.csv") for workers in ("1", "2"))
     kept = [name for name in one if name not in ("train_seconds", "step_ms")]

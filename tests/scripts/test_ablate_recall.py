@@ -92,7 +92,7 @@ def frame(values: dict[tuple[str, str], dict[str, list[list[float]]]]) -> pd.Dat
 
 TRAINING = {
     "precision": "no", "compile": False, "values": 8, "keys": 9, "writes": 4, "questions": 2, "depth": 3, "heads": 5,
-    "dim": 30, "batch": 32, "steps": 300,
+    "dim": 30, "batch": 32, "steps": 300, "lr": 2e-3,
 }  # fmt: skip
 CONFIG: dict[str, Any] = {
     "settings": {"task": "recall", "training": TRAINING},
@@ -141,13 +141,16 @@ def test_numbers_of_the_tables() -> None:
     assert list(positions) == [("add", "none"), ("delta", "none")]
     assert positions["add", "none"][0] == "**+60.0 ± 0.0**"
 
-    assert "mean ± the half-width of its 95% confidence interval (Student's t) over 3 seeds. Chance is 12.5%" in text
-    assert "only the last 8 frames count. Each model was trained for 300 steps, at batch size 32 in float32." in text
-    assert "4 tokens write one of 8 values with one of 9 keys" in text
+    assert "mean ± half-width of the 95% confidence interval (Student's t) over 3 seeds. Chance is 12.5%" in text
+    assert (
+        "only questions in the last 8 frames count. Each model was trained for 300 steps, at batch size 32 and" in text
+    )
+    assert "learning rate 0.002, in float32. Settings that differ from the defaults of the task: " in text
+    assert "4 tokens each write one of 8 values under one of 9 keys" in text
     assert text.endswith("A CPU, torch 2.11, commit 0123456789ab.\n")
     single = report_recall.markdown(RESULTS[RESULTS.seed == 0], CONFIG, "rotate")
     assert "±" not in single
-    assert "Bold intervals exclude zero" in text
+    assert "in bold if the interval excludes zero" in text
     assert "Bold" not in single
     assert "**" not in single
     assert "Difference" not in report_recall.markdown(RESULTS[RESULTS.attention == "delta"], CONFIG, "cosine")

@@ -178,7 +178,7 @@ REFUSED = {
         ("--map", "cosine", "--pairs", "interleaved"),
         "--pairs interleaved: only works with --map rotate; leave it out",
     ),
-    "linear": (("--linear", "--kv-heads", "1"), "--linear: expected --pairs half and no --kv-heads"),
+    "linear": (("--linear", "--kv-heads", "1"), "--linear: only supports --pairs half, without --kv-heads"),
     "memory": (("--batch", "1000000", "--grid", "512x512"), "GiB are free; use --batch"),
     "one is too large": (("--grid", "100000x100000x1000"), "use a smaller grid"),
 }

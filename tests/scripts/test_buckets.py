@@ -208,12 +208,13 @@ def test_positions_of_samples_follow_the_trained_sizes(tmp_path):
     options = {"data": write_ratios(tmp_path / "ratios"), **WIDE, "mix_sizes": "12"}
     diffusion.run(config(options, tmp_path / "run", steps=1))
     painter = Painter(read_checkpoint(tmp_path / "run" / "checkpoint.pt"), CPU)
-    assert painter.reference((8, 8)) is None
-    assert painter.reference((12, 12)) is None
-    assert painter.reference((6, 10)) == (3, 5)
-    assert painter.reference((8, 12)) == (4, 6)  # between the training sizes
-    assert painter.reference((24, 24)) == (6, 6)  # mapped onto the largest one
-    assert painter.reference((4, 4)) == (4, 4)  # and onto the smallest one
+    grids = painter.grids  # a patch has two pixels
+    assert grids((4, 4)) is None
+    assert grids((6, 6)) is None
+    assert grids((3, 5)) == (3, 5)
+    assert grids((4, 6)) == (4, 6)  # between the training sizes
+    assert grids((12, 12)) == (6, 6)  # mapped onto the largest one
+    assert grids((2, 2)) == (4, 4)  # and onto the smallest one
     given = ["--prompt", "red", "--size", "8x12", "--steps", 1, "--images", 1, "--device", "cpu"]
     done = invoke("sample", tmp_path / "run", *given)
     assert done.exit_code == 0, done.output

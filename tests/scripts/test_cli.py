@@ -161,6 +161,25 @@ def test_help_stands_on_its_own(program):
             assert not re.search(rf"README|top of the file|python -m|{re.escape(str(ROOT))}", text), (name, text)
 
 
+@pytest.mark.parametrize("program", [name for name in cli.PROGRAMS if name != "train"])
+def test_a_repeated_option_is_rejected(program):
+    """By default, all but the last value would be ignored.
+
+    Training commands keep that, because you resume or vary a run by appending options to its command.
+    """
+    app = typer.main.get_command(cli.load_program(program))
+    context = typer.Context(app)
+    names = app.list_commands(context) if hasattr(app, "list_commands") else [None]
+    for name in names:
+        command = app if name is None else app.resolve_command(context, [name])[1]
+        single = [p for p in command.params if p.param_type_name == "option" and not (p.multiple or p.is_flag)]
+        for option in single[:1]:
+            with pytest.raises(
+                typer.BadParameter, match=rf"{option.opts[0]}: expected one value, got 2; pass .* once$"
+            ):
+                command.make_context(name, [option.opts[0], "1", option.opts[0], "2"])
+
+
 def test_options_are_grouped_in_panels():
     command = typer.main.get_command(cli.load_program("visualize"))
     panels = [param.rich_help_panel for param in command.params if param.name != "help"]

@@ -68,6 +68,18 @@ def test_worse_tests_are_listed(checkout, tmp_path):
     assert "TestSome::test_needs_the_original" in report.host_tests(out)
 
 
+def test_the_row_names_the_imported_version(checkout, tmp_path):
+    """PYTHONPATH may name another version than the installed one."""
+    (checkout / f"test_{MODEL}.py").write_text(
+        "import transformers\ntransformers.__version__ = '1.2.4'\ndef test_passes(): pass\n", encoding="utf-8"
+    )
+    out = tmp_path / "host-tests.csv"
+    result = run("--transformers", checkout, "--out", out)
+    assert result.exit_code == 0, result.output
+    (row,) = csv.DictReader(out.open(encoding="utf-8", newline=""))
+    assert (row["installed"], row["tests"]) == ("1.2.4", "1.2.3")
+
+
 def test_a_test_that_never_ends_is_worse():
     stock = Run({"a::b": "passed", "a::c": "passed", "a::d": "skipped", "a::e": "failed"})
     assert host_tests.find_worse(stock, Run({"a::b": "passed"})) == ["a::c"]
@@ -88,13 +100,13 @@ def test_rows_of_other_models_are_kept(tmp_path, monkeypatch):
     assert [(each["model"], each["passed_stock"]) for each in rows] == [("flux", "7"), ("wan", "8"), ("llama", "5")]
     text = report.host_tests(out)
     assert "20 tests pass with the originals, and none of them fail" in text
-    assert "diffusers 1 with the tests of 2; transformers 1 with the tests of 2." in text
+    assert "We ran diffusers 1 with the tests of 2 and transformers 1 with the tests of 2." in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "expected --diffusers or --transformers with tests for the chosen model, got none"),
+        ((), "expected --diffusers or --transformers, with a checkout that tests the chosen model"),
         (("--only", "nothing"), "--only: expected one of"),
     ],
 )

@@ -10,10 +10,12 @@ import pytest
 import torch
 import typer
 from lrpe_md.scripts.train.data.clips import Sampling, load_labelled
-from lrpe_md.scripts.train.data.videos import VideoError
-from lrpe_md.scripts.train.runs import load_clip, load_run
+from lrpe_md.scripts.train.data.records import describe_few
+from lrpe_md.scripts.train.data.videos import VideoError, decode, find_videos
+from lrpe_md.scripts.train.runs import load_clip, load_frames, load_run
 from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
+from PIL import Image
 from test_train_video import DECODERS, write_video
 from train_commands import die_after, output_of
 
@@ -103,7 +105,6 @@ def test_classes_without_training_videos_are_refused(tmp_path):
     ("options", "message"),
     [
         ({"segment": 30}, "--segment 30: does not work with --task labels, which tests whole videos; leave it out"),
-        ({"fold": 1}, "--fold 1: does not work with --task labels"),
         ({"task": "order", "sampling": "uniform"}, "--sampling uniform: only works with --task labels; leave it out"),
     ],
 )
@@ -121,9 +122,44 @@ def test_short_videos_are_counted(folder, tmp_path, capsys):
     ):
         given = {**SMALL, "data": [folder], "sampling": sampling, "every": every, "frames": frames}
         train_video.prepare(VideoTraining(out=tmp_path / "run", **given), torch.device("cpu"))
-        held_out, *others = capsys.readouterr().err.splitlines()
+        held_out, few, *others = capsys.readouterr().err.splitlines()
         assert held_out == "Held out 2 of 20 videos for tests: bright 0, dark 2"
+        assert few == (
+            "Classes with fewer than 3 test videos: bright, dark. Their accuracy says little; pass a smaller --parts, "
+            "or average runs with --fold 0 to 3"
+        )
         assert others == [message] * bool(message)
+
+
+def test_folds_of_whole_videos(folder, tmp_path):
+    """Each video is held out in one fold, and adding a video doesn't move any other."""
+    folds = [load_labelled([folder], 8, parts=4, fold=i).held_out for i in range(4)]
+    assert sum(fold.astype(int) for fold in folds).tolist() == [1] * 20
+    config = VideoTraining(out=tmp_path / "run", **{**SMALL, "data": [folder], "fold": 2})
+    work = train_video.prepare(config, torch.device("cpu"))
+    assert len(next(work.steps(0))[0]) == SMALL["batch"]
+    assert work.settings["digest"] != load_labelled([folder], 16, parts=4).digest
+    split = write_classes(tmp_path / "split", ("train", "val"), 1)
+    with pytest.raises(VideoError, match=r"--fold 1: --data .*split has its own test videos in val/; leave it out"):
+        load_labelled([split], 8, parts=4, fold=1)
+
+
+def test_many_small_classes_are_named_in_part():
+    names, held_out = tuple("abcdefgh"), np.zeros(8, bool)
+    found = describe_few("video", held_out, np.arange(8), names, "add videos")
+    assert found.startswith("Classes with fewer than 3 test videos: a, b, c, d, e and 3 more. Their accuracy")
+    assert describe_few("video", np.ones(6, bool), np.arange(6) % 2, ("a", "b"), "") == ""
+
+
+def test_folders_of_frames_are_refused_with_advice(tmp_path):
+    for name in ("left", "right"):
+        (tmp_path / "data" / name / "clip").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "data" / name / "clip" / "000.png")
+    advice = r"; pictures such as left/clip/000\.png are not read as frames: make a video of each folder of frames"
+    with pytest.raises(VideoError, match=f"got no videos{advice}"):
+        load_labelled([tmp_path / "data"], 8, parts=4)
+    with pytest.raises(VideoError, match=f"in the folder, found none{advice}"):
+        find_videos([tmp_path / "data"])
 
 
 def test_clips_with_classes_are_mirrored_only_on_request(folder, tmp_path):
@@ -163,9 +199,45 @@ def test_a_clip_for_a_loaded_model(tmp_path, sampling):
     train_video.run(config)
     model = load_run(tmp_path / "run")
     model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[0]))
-    train_video.labelled_accuracy(config, model, load_labelled([data], 16, parts=4), 4, 8, nullcontext)
+    train_video.find_right(config, model, load_labelled([data], 16, parts=4), 4, 8, nullcontext)
     found = [load_clip(tmp_path / "run", path) for path in sorted((data / "val").glob("*/*.mp4"))]
     assert torch.equal(torch.cat(found), seen[0])
+
+
+def test_frames_of_a_whole_video_for_a_stream(tmp_path):
+    """A stream of the frames of a clip gives the scores of the clip."""
+    data = write_classes(tmp_path / "split", ("train", "val"), 2)
+    options = {**SMALL, "data": [data], "steps": 1, "batch": 4, "tubelet": 2, "causal": True}
+    train_video.run(VideoTraining(out=tmp_path / "run", **options))
+    path, model = data / "val" / "dark" / "1.mp4", load_run(tmp_path / "run")
+    frames = load_frames(tmp_path / "run", path)  # 9 frames of the video, every second one, in tubelets of two
+    assert frames.shape == (1, 3, 4, 8, 8)
+    whole = decode(path, 16)[::2][:4]
+    expected = torch.nn.functional.interpolate(whole.float(), (8, 8), mode="bilinear", antialias=True) / 127.5 - 1
+    torch.testing.assert_close(frames[0].transpose(0, 1), expected)
+    tokens, state = [], None
+    for chunk in frames.split(2, dim=2):
+        new, state = model.stream(chunk, state)
+        tokens.append(new)
+    torch.testing.assert_close(model.forward_head(torch.cat(tokens, 1)), model(frames))
+    write_video(tmp_path / "short.mp4", shades(10, 2), DECODERS[0])
+    assert load_frames(tmp_path / "run", tmp_path / "short.mp4").shape == (1, 3, 2, 8, 8)
+    train_video.run(VideoTraining(out=tmp_path / "uniform", **{**options, "sampling": "uniform"}))
+    with pytest.raises(ValueError, match=r"expected a run with --sampling dense, got .*uniform with uniform"):
+        load_frames(tmp_path / "uniform", path)
+
+
+def test_accuracy_of_each_class(tmp_path, capsys):
+    data = write_classes(tmp_path / "split", ("train", "val"), 3)
+    config = VideoTraining(out=tmp_path / "run", **{**SMALL, "data": [data], "steps": 20, "test_size": 0})
+    result = train_video.run(config)
+    assert result["accuracy_by_class"] == {"bright": 100, "dark": 100}
+    assert set(result["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8"}  # --test-size 0
+    assert re.search(r"accuracy by class bright +100 *$", capsys.readouterr().out, re.MULTILINE)
+    videos = load_labelled([data], 8, parts=4)
+    right = np.array([True, True, False, False, False, True])
+    found = train_video.average_by_class(config, videos, right)
+    assert found == pytest.approx({"bright": 200 / 3, "dark": 100 / 3})
 
 
 def test_the_number_of_test_videos_is_shown(tmp_path, capsys):

@@ -164,12 +164,17 @@ BAD = {
         lambda f: [(f / "green1.png").write_bytes((f / "green1.png").read_bytes()[:50]), load(f)],
     ),
     "unknown field": (r"--without even: metadata.jsonl, line 1 has only file_name", lambda f: load(f, without="even")),
+    "misspelt field": (r"has only .* \(did you mean 'odd'\?\); pass one of", lambda f: load(f, without="odds")),
+    "no table": (
+        r"--without odd: expected a table such as metadata.jsonl with this field in --data .*, found none; add one, or",
+        lambda f: [(f / "metadata.jsonl").unlink(), load(f, without="odd")],
+    ),
     "few texts beside": (
         r"next to each of 24 images, got 2 \(none for .*; add the missing ones, or pass --condition none or labels",
         lambda f: [(f / "metadata.jsonl").unlink(), _break(f, **{"red0.txt": "", "red1.txt": ""}), load(f)],
     ),
     "one caption": (
-        r"held-out samples, got 0 and 1 of 1 with 1 different captions; add", lambda f: load(f, limit=1),
+        r"held-out samples, got 0 and 1 \(1 different captions\); add", lambda f: load(f, limit=1),
     ),
 }  # fmt: skip
 

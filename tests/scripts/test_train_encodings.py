@@ -68,7 +68,7 @@ def test_base_of_mixed_frequencies():
 PYTHON = re.compile(r"\b(None|True|False|tuple|dict|NoneType)\b|\(['\d]+,|->|Memory\(|=['\"]|function")
 WRONG_OPTIONS = {
     "rotate:act=x": "act: expected one of none, relu, sigmoid, silu, softplus, softmax, got 'x'",
-    "rotate:act=softmax": "dim: softmax needs -1 (features) or -2 (sequence), got none",
+    "rotate:act=softmax": "dim: expected -1 (features) or -2 (sequence) for act=softmax, got none",
     "rotate:dim=3": "dim: expected no value for act=none (only softmax has a dim), got 3",
     "rotate:learnable=maybe": "learnable: expected true, false or raw (learn theta, not its logarithm), got 'maybe'",
     "rotate:phase=yes": "phase: expected true, false or k (only on the keys), got 'yes'",

@@ -139,7 +139,11 @@ def test_held_out_images_are_counted_by_class(tmp_path, stream, capsys):
     cats, dogs = np.bincount(sources[1].labels)
     assert cats
     assert dogs
-    assert f"Held out {cats + dogs} of 24 images for tests: cat {cats}, dog {dogs}\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"Held out {cats + dogs} of 24 images for tests: cat {cats}, dog {dogs}\n" in said
+    few = [name for name, number in (("cat", cats), ("dog", dogs)) if number < 3]
+    assert few
+    assert f"Classes with fewer than 3 test images: {', '.join(few)}. Their accuracy says little; add images\n" in said
 
 
 @pytest.mark.parametrize("dataset", ["", "folder"])

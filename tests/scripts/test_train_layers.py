@@ -177,7 +177,7 @@ def test_images_and_digits_by_layer(tmp_path):
     ("video", {"attention": "linear", "memory": "directions=both", "space-time": "factorised"}, "memory: expected no "
      "value with --space-time factorised, whose blocks attend within one frame or along time; use --space-time joint"),
     ("video", {"window": 2, "causal": True, "drop": 0.5}, "--window 2: only works without --drop, got --drop 0.5"),
-    ("video", {"causal": True, "motion": True}, "--motion: expected --no-motion with --causal, got --motion"),
+    ("video", {"causal": True, "motion": True}, "--motion: not supported with --causal"),
     ("diffusion", {"attention": "linear", "memory": "directions=both"}, "memory: expected no value for images, whose "
      "tokens have no order; train on videos"),
 ])  # fmt: skip

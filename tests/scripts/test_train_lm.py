@@ -306,7 +306,7 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
         ("--scaling", "yarn", "--encoding", "transnormer"): "--encoding transnormer learns each frequency; leave it",
         ("--scaling", "yarn", "--encoding", "rotate-learnable:learnable=raw"): "learns each frequency",
         ("--scaling", "ntk", "--dim", "8", "--heads", "4"): "(theta: expected a series of at least 2 frequencies",
-        ("--lengths", "a"): "numbers of at least 1",
+        ("--lengths", "a"): "expected positive numbers",
         ("--precision", "int8"): "bf16",
     }.items():
         refused = invoke("lm", "--data", str(file), "--out", str(tmp_path / "out"), *args)

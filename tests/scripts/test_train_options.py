@@ -1,5 +1,6 @@
 """Options of all training commands: schedules, betas, weights, steps, checkpoints, trackers, interruption, help."""
 
+import itertools
 import json
 import os
 import signal
@@ -45,19 +46,28 @@ def test_rates_of_each_schedule():
     assert cosine[10] == pytest.approx(0)
 
 
-def test_a_warmup_as_long_as_the_run_is_reduced(tmp_path, capsys):
+def test_a_warmup_is_at_most_a_tenth_of_the_run(tmp_path, capsys):
+    """After it, the cosine schedule begins near its top, without a drop."""
     make = partial(Training, out=tmp_path, warmup=20)
-    assert make(steps=21).warmup_steps == 20
+    assert make(steps=200).warmup_steps == 20
+    assert make(steps=199).warmup_steps == 19
     assert make(steps=20).warmup_steps == 2
     assert make(steps=20, schedule="constant").warmup_steps == 20
+    assert make(steps=21, schedule="wsd").warmup_steps == 20  # its rate doesn't drop, and a run can be extended
+    assert make(steps=20, schedule="wsd").warmup_steps == 2
+    assert make(steps=100, seconds=1.0).warmup_steps == 20
+    assert make(steps=99, seconds=1.0).warmup_steps == 19
+    for steps in (60, 300, 1500):
+        rates = make(steps=steps, warmup=100).build_schedule().list_rates(1.0, steps)
+        assert max(before - after for before, after in itertools.pairwise(rates)) < 0.03
     rates = make(steps=20).build_schedule().list_rates(1.0, 20)
     assert max(rates) == rates[2]
     assert rates[-1] < 0.05
     digits.run(DigitsTraining(out=tmp_path / "run", steps=2, **{**TINY, "warmup": 3}))
-    assert "--warmup 3 reduced to 0, because the run has only 2 steps" in capsys.readouterr().err
+    assert "--warmup 3 reduced to 0, a tenth of the 2 steps\n" in capsys.readouterr().err
     digits.run(DigitsTraining(out=tmp_path / "one", steps=1, **{**TINY, "warmup": 2}))
-    assert "because the run has only 1 step\n" in capsys.readouterr().err
-    digits.run(DigitsTraining(out=tmp_path / "other", steps=2, **TINY))
+    assert "a tenth of the 1 step\n" in capsys.readouterr().err
+    digits.run(DigitsTraining(out=tmp_path / "other", steps=10, **TINY))
     assert "reduced" not in capsys.readouterr().err
 
 
@@ -90,7 +100,7 @@ def test_betas(tmp_path):
     assert {group["betas"] for group in trainer.inner.param_groups} == {(0.8, 0.95)}
     assert parse_betas("", "adamw") == ()
     for wrong in ("0.9", "0.9,1.0", "a,b", "-0.1,0.9"):
-        with pytest.raises(typer.BadParameter, match="--betas: expected 2 numbers from 0 to less than 1"):
+        with pytest.raises(typer.BadParameter, match=r"--betas: expected 2 numbers in \[0, 1\)"):
             parse_betas(wrong, "adamw")
     with pytest.raises(typer.BadParameter, match="--opt sgd has no betas"):
         parse_betas("0.9,0.95", "sgd")

@@ -195,6 +195,14 @@ def test_file_that_is_not_a_checkpoint(content, tmp_path):
     assert "can't be read" in refused.output
 
 
+def test_error_about_a_torn_checkpoint_is_one_sentence(tmp_path):
+    torch.save({"model": torch.ones(1000)}, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "checkpoint.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(typer.BadParameter, match=r"failed finding central directory\); delete it to start over$"):
+        digits.run(DigitsTraining(out=tmp_path, **TINY))
+
+
 def test_list_is_not_a_checkpoint(tmp_path):
     torch.save([torch.ones(2)], tmp_path / "checkpoint.pt")
     with pytest.raises(typer.BadParameter, match=r"checkpoint\.pt is not a checkpoint from this version"):

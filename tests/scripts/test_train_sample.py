@@ -14,14 +14,29 @@ from typer.testing import CliRunner
 pytest.importorskip("timm")
 pytest.importorskip("accelerate")
 
+from lrpe_md.models.dit import TrainedGrids
+from lrpe_md.models.flow import flow_matching_loss, sample
+from lrpe_md.models.text import tokenize
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.checkpoint import FORMAT, digest_of, read_checkpoint
-from lrpe_md.scripts.train.prompts import Painter, Sheet, draw, draw_noise, lay_over
+from lrpe_md.scripts.train.prompts import Painter, Sheet, draw, draw_noise
+from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
 SHEET = Sheet(size=None, scale=3.0, steps=2, images=2, positions="rescaled", out="")
 CPU = torch.device("cpu")
+
+
+class Wrapper(torch.nn.Module):
+    """Wrapper that hides the model's attributes, like DistributedDataParallel."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, *args):
+        return self.module(*args)
 
 
 def train(folder, **changes):
@@ -45,8 +60,11 @@ def run_folder(tmp_path_factory):
     return train(tmp_path_factory.mktemp("sample"))
 
 
+WIDE = {"COLUMNS": "400"}
+
+
 def invoke(*args):
-    return CliRunner().invoke(app, ["sample", *map(str, args)], env={"COLUMNS": "400"})
+    return CliRunner().invoke(app, ["sample", *map(str, args)], env=WIDE)
 
 
 def test_a_sheet_of_prompts(run_folder, tmp_path):
@@ -135,7 +153,61 @@ def test_seeds_prompts_and_positions(run_folder):
     ("grid", "expected"), [((8, 8), (4, 4)), ((16, 4), (8, 2)), ((24, 16), (5, 3)), ((9, 1), (12, 1))]
 )
 def test_rescaled_positions_keep_the_aspect_ratio(grid, expected):
-    assert lay_over(4, grid) == expected
+    assert TrainedGrids((4,))(grid) == expected
+    assert TrainedGrids((4,))((3, *grid)) == (None, *expected)  # frames keep their distance
+
+
+def test_a_loaded_model_samples_other_sizes_like_the_command(run_folder):
+    """By default, it rescales positions; ``reference=None`` extrapolates them."""
+    model, noise, text = load_run(run_folder), draw_noise(2, (3, 12, 8), 0), tokenize(["red tile"] * 2)
+    painter = Painter(read_checkpoint(run_folder / "checkpoint.pt"), CPU)
+    for positions in ("rescaled", "extrapolated"):
+        expected = draw(painter, ["red tile"], noise, replace(SHEET, positions=positions))[0]
+        shift = (12 * 8) ** 0.5 / 8
+        found = sample(model, noise, text, scale=3.0, steps=2, method="heun", shift=shift)
+        torch.testing.assert_close(found, expected)
+        model.reference = None
+
+
+def test_changed_data_is_reported_before_the_batch_that_it_no_longer_fills(tmp_path):
+    train(tmp_path, condition="none")
+    for path in sorted((tmp_path / "data").glob("*.png"))[6:]:
+        path.unlink()
+    command = [
+        "--data",
+        tmp_path / "data",
+        "--condition",
+        "none",
+        "--batch",
+        8,
+        "--size",
+        8,
+        "--test-size",
+        8,
+        "--dim",
+        32,
+    ]
+    command += ["--depth", 1, "--heads", 2, "--device", "cpu", "--parts", 4]
+    again = CliRunner().invoke(app, list(map(str, ["diffusion", *command, "--out", tmp_path / "run"])), env=WIDE)
+    assert again.exit_code == 2
+    assert "contains a run with different settings (" in again.output
+    new = CliRunner().invoke(app, list(map(str, ["diffusion", *command, "--out", tmp_path / "new"])), env=WIDE)
+    assert "--batch 8: expected at most" in new.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_loaded_model_knows_what_it_predicts(tmp_path):
+    folder = train(tmp_path, prediction="sample")
+    model, noise, text = load_run(folder), draw_noise(2, (3, 8, 8), 0), tokenize(["red tile"] * 2)
+    assert model.prediction == "sample"
+    expected = sample(model, noise, text, steps=3, prediction="sample")
+    assert torch.equal(sample(model, noise, text, steps=3), expected)
+    assert not torch.allclose(sample(model, noise, text, steps=3, prediction="velocity"), expected)
+    x, t = torch.randn(2, 3, 8, 8), torch.tensor([0.3, 0.6])
+    expected = flow_matching_loss(model, x, text, t, noise, prediction="sample")
+    assert torch.equal(flow_matching_loss(model, x, text, t, noise), expected)
+    wrapped = Wrapper(model)
+    assert torch.equal(flow_matching_loss(wrapped, x, text, t, noise), expected)
 
 
 def test_samples_use_averaged_weights(run_folder):

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import typer
 from lrpe_md.models.video import LrpeVideoTransformer
 from lrpe_md.models.vit import LrpeVisionTransformer
 from lrpe_md.scripts.train.data import videos as video_data
 from lrpe_md.scripts.train.data.videos import TASKS, VideoError, decode, find_videos, ordered, segments
 from lrpe_md.scripts.train.encodings import VIDEOS
+from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
 from lrpe_md.scripts.train.weights import start_from
@@ -208,6 +210,9 @@ def test_clip_order_matches_its_label():
     assert shown.tolist() == [list(range(8)), list(range(7, -1, -1))]
     every = ordered(x[:1].expand(24, -1, -1, -1, -1), torch.arange(24), TASKS["order"])[:, 0, :, 0, 0]
     assert len({tuple(row.tolist()) for row in every}) == 24
+    shown = [",".join(str(1 + number // 2) for number in row[::2]) for row in every.int().tolist()]
+    assert TASKS["order"].classes == tuple(shown)
+    assert TASKS["arrow"].classes == ("forwards", "backwards")
     assert every[1].tolist() == [0, 1, 2, 3, 6, 7, 4, 5]
     assert ordered(x.expand(2, 3, 8, 2, 5), torch.tensor([0, 1]), TASKS["arrow"]).shape == (2, 3, 8, 2, 5)
 
@@ -242,6 +247,7 @@ def test_training_learns_the_direction_of_time(footage, tmp_path):
     assert losses[-1] < 0.5 * losses[0]
     assert result["accuracy"]["extrapolated"]["4x8x8"] > 90
     assert set(result["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8", "4x16x16"}
+    assert result["classes"] == ["forwards", "backwards"]
     assert json.loads((config.out / "result.json").read_text()) == result
     assert (config.out / "history.csv").read_text().splitlines()[0] == "step,loss,lr"
     assert {p.name for p in config.out.iterdir()} == {
@@ -285,10 +291,20 @@ def test_every_encoding_can_be_built(attention, tmp_path):
 def test_invalid_options(footage, tmp_path):
     run = ["video", "--data", str(footage), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "2"]
     assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
-    assert "multiple of 4" in output_of(*run, "--size", "10")
+    assert "multiple of 4, at least 4, got 10" in output_of(*run, "--size", "10")
+    assert "--size: expected a multiple of 4, at least 4, got 0" in output_of(*run, "--size", "0")
+    assert "--test-size: expected a multiple of 4, or 0 to test only at --size, got 6" in output_of(
+        *run, "--test-size", "6"
+    )
+    said = "--reference: expected FRAMESxSIZE, such as 4x8, in multiples of --tubelet 1 and --patch 4, got "
+    for wrong in ("8", "4x10", "0x8", "4x8x8"):
+        assert said + wrong in output_of(*run, "--reference", wrong)
+    assert "--encoding none has no positions to map" in output_of(*run, "--reference", "4x8", "--encoding", "none")
+    said = "--reference 6x8: expected 4 frames, the --frames, because a model that streams can't rescale time, got 6; "
+    assert f"{said}pass --reference 4x8" in output_of(*run, "--reference", "6x8", "--causal")
     assert "expected a multiple of 3" in output_of(*run, "--accumulate", "3")
     assert "no such file" in output_of(*run, "--data", str(tmp_path / "nothing.mp4"))
-    assert "expected a training clip of" in output_of(*run, "--frames", "64")
+    assert "no training clip of" in output_of(*run, "--frames", "64")
     assert "start it with torchrun" in output_of(*run, "--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
@@ -489,6 +505,37 @@ def test_training_starts_from_a_video_run(footage, tmp_path, capsys):
     assert start.keys() == found.keys()
     for name, value in start.items():
         assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6), name
+
+
+@needs_decoder
+def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_path, capsys):
+    first = tmp_path / "first"
+    train_once(footage, first)
+    longer = {"weights": str(first), "frames": 8, "size": 16}
+    train_once(footage, tmp_path / "plain", **longer)
+    said = f"{first} was trained with 4×2×2 patches; this training has 8×4×4. To map their positions onto the trained "
+    assert f"{said}grid, pass --reference 4x8\n" in capsys.readouterr().err
+    assert load_run(tmp_path / "plain").reference is None
+    result = train_once(footage, tmp_path / "mapped", **longer, reference="4x8")
+    assert "--reference" not in capsys.readouterr().err
+    assert "rescaled" in result["accuracy"]
+    assert "extrapolated" not in result["accuracy"]
+    model, x = load_run(tmp_path / "mapped"), torch.randn(2, 3, 8, 16, 16)
+    assert list(model.reference) == [4, 2, 2]
+    mapped, model.reference = model(x), None
+    assert not torch.allclose(mapped, model(x))
+    # a stream keeps one unit per frame
+    train_once(footage, tmp_path / "stream", **{**longer, "causal": True})
+    assert "4×4. To map their positions onto the trained grid, pass --reference 8x8\n" in capsys.readouterr().err
+    train_once(footage, tmp_path / "mapped stream", **longer, causal=True, reference="8x8")
+    model = load_run(tmp_path / "mapped stream")
+    assert list(model.reference) == [None, 2, 2]
+    tokens, _ = model.stream(x)
+    torch.testing.assert_close(model.forward_head(tokens), model(x))
+    with pytest.raises(
+        typer.BadParameter, match=rf"fine-tune it at another length or size, pass --weights {first} --r"
+    ):
+        train_once(footage, first, frames=8)
 
 
 def test_training_starts_from_an_image_model(tmp_path):

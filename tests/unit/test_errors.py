@@ -63,7 +63,7 @@ BAD = {
         lambda: rotate(x, omega=pairs, positions=grid, pairs=(1, 2)),
     ),
     "no pairs in a block": (
-        ValueError, r"pairs: .*at least one pair", lambda: rotate(x, omega=pairs, positions=grid, pairs=(4, 0)),
+        ValueError, r"pairs: .*positive numbers of pairs", lambda: rotate(x, omega=pairs, positions=grid, pairs=(4, 0)),
     ),
     "pairs of a number": (ValueError, r"pairs: .*got 4", lambda: rotate(x, omega=pairs, positions=grid, pairs=4)),
     "unknown order": (ValueError, r"order: .*'sin'", lambda: cosine(x, omega=omega, positions=grid, order="sin")),
@@ -182,9 +182,12 @@ BAD = {
     "unknown impl": (ValueError, r"impl", lambda: cosine(x, omega=omega, positions=grid, impl="cuda")),
     "unknown axis order": (ValueError, r"axis_order", lambda: axial_omega(theta, 8, 2, axis_order="xy")),
     "unknown frequencies": (ValueError, r"frequencies", lambda: CosineMd(8, 2, frequencies="random")),
-    "softmax without dim": (ValueError, r"dim: softmax", lambda: cosine(x, omega=omega, positions=grid, act="softmax")),
+    "softmax without dim": (
+        ValueError, r"dim: expected -1 .*softmax.*, got None",
+        lambda: cosine(x, omega=omega, positions=grid, act="softmax"),
+    ),
     "dim = 1": (
-        ValueError, r"dim: softmax needs -1", lambda: cosine(x, omega=omega, positions=grid, act="softmax", dim=1),
+        ValueError, r"dim: expected -1", lambda: cosine(x, omega=omega, positions=grid, act="softmax", dim=1),
     ),
     "dim without softmax": (
         ValueError, r"dim: expected None", lambda: cosine(x, omega=omega, positions=grid, act="silu", dim=-1),
@@ -310,7 +313,7 @@ BAD = {
         lambda: Grid(3, 4),
     ),
     "three sizes of a grid as arguments": (TypeError, r"pass Grid\(\(2, 3, 4\)\)", lambda: Grid(2, 3, 4)),
-    "float size": (ValueError, r"shape: expected one integer", lambda: Grid((2.0, 2.0))),
+    "float size": (ValueError, r"shape: expected a non-negative integer", lambda: Grid((2.0, 2.0))),
     "no axis": (ValueError, r"at least one axis", lambda: cosine(x, omega=omega[..., :0], positions=torch.rand(12, 0))),
     "cache of another shape": (
         ValueError, r"theta_cache: expected shape \(1, 12, 8\)",
@@ -320,7 +323,7 @@ BAD = {
     ),
     "unknown act of a module": (ValueError, r"act: .*'gelu'", lambda: CosineMd(8, 2, act="gelu")),
     "unknown act of a rotating module": (ValueError, r"act: .*'gelu'", lambda: lrpe_md.Rotate1d(8, act="gelu")),
-    "softmax of a module without dim": (ValueError, r"dim: softmax needs -1", lambda: RotateMd(8, 2, act="softmax")),
+    "softmax of a module without dim": (ValueError, r"dim: expected -1", lambda: RotateMd(8, 2, act="softmax")),
     "dim of a module without softmax": (
         ValueError, r"dim: expected None for act='silu'", lambda: CosineMd(8, 2, act="silu", dim=-1),
     ),

@@ -86,7 +86,10 @@ def test_series():
             r"short, long: .*4 frequencies, got \(1,\)",
         ),
         (lambda: llama3_scaling(torch.ones(4), low=4.0, high=1.0), "high"),
-        (lambda: riflex_scaling(torch.ones(4), 8), "repeats_at, index: expected exactly one of them, got None, None"),
+        (
+            lambda: riflex_scaling(torch.ones(4), 8),
+            "repeats_at, index: expected exactly one of the two, got None, None",
+        ),
         (lambda: riflex_scaling(torch.ones(4), 8, index=4), "index: expected a number from 0 to 3, got 4"),
         (lambda: riflex_scaling(torch.ones(4), 0, index=1), "length: .*got 0"),
         (lambda: dype_ntk_scaling(torch.ones(4), 2.0, 1.5), "time: expected .* from 1 .noise. to 0, got 1.5"),

@@ -37,7 +37,7 @@ ERRORS = {
     r"v: expected k's batch, heads and tokens, \(2, 2, 7\), .* got \(2, 4, 7, 8\)": {"v": Q},
     r"v: expected k's batch, heads and tokens, \(2, 2, 7\), .* got \(2, 2, 6, 8\)": {"v": K[:, :, :6]},
     r"v: expected a tensor \(B, H, N, D_v\), got NoneType": {"v": None},
-    r"v: expected a head_dim of at least 1, got \(2, 2, 7, 0\)": {"v": K[..., :0]},
+    r"v: expected a positive head_dim, got \(2, 2, 7, 0\)": {"v": K[..., :0]},
     r"v: expected q's dtype and device, torch.float32 on cpu, got torch.bfloat16": {"v": K.bfloat16()},
     # the map
     r"map: expected 'cosine', 'rotate' or None, got 'none'": {"map": "none"},
@@ -52,7 +52,7 @@ ERRORS = {
     r"phase: expected a pair \(for q, for k\), got 3 values": {"phase": (None, None, None)},
     r"phase: expected one group, \(H or 1, channels or pairs\), got \(2, 1, 8\)": {"phase": torch.zeros(2, 1, 8)},
     r"act: expected one of \('none', 'relu', .*, got 'gelu'": {"act": "gelu"},
-    r"dim: softmax needs -1 \(features\) or -2 \(sequence\), got None": {"act": "softmax"},
+    r"dim: expected -1 \(features\) or -2 \(sequence\) for act='softmax', got None": {"act": "softmax"},
     r"order: expected one of .*, got 'sin'": {"order": "sin"},
     r"rotary_dim: expected a width from 1 to head_dim = 8, got 999": {"rotary_dim": 999},
     r"rotary_dim: expected a number of channels, a slice or None, got 'x'": {"rotary_dim": "x"},
@@ -63,15 +63,15 @@ ERRORS = {
         "rotary_dim": 4, "omega": OMEGA[:, :4], "state": (S, SUMS),
     },
     # options that have no meaning here
-    r"pairs: expected 'half', the default, with map='cosine', .*, got 'interleaved'; leave it out": {
+    r"pairs: expected the default, 'half', because map='cosine' .*, got 'interleaved'; leave it out": {
         "pairs": "interleaved",
     },
-    r"pairs: expected 'half', the default, with map='cosine', .*, got \(8,\)": {"pairs": (8,)},
-    r"order: expected 'cos_sin', the default, with map='rotate', .*, got 'sin_cos'": {
+    r"pairs: expected the default, 'half', because map='cosine' .*, got \(8,\)": {"pairs": (8,)},
+    r"order: expected the default, 'cos_sin', because map='rotate' .*, got 'sin_cos'": {
         "map": "rotate", "omega": OMEGA[:, :4], "order": "sin_cos",
     },
     **{
-        rf"{name}: expected .*, the default, with map=None, .*, got {value!r}": {
+        rf"{name}: expected the default, .*, because map=None .*, got {value!r}": {
             "map": None, "omega": None, name: value,
         }
         for name, value in (("pairs", "third"), ("order", "sin_cos"), ("rotary_dim", 8), ("rotary_dim", "x"))
@@ -80,9 +80,9 @@ ERRORS = {
     r"normalizer: expected one of \('unrotated', 'encoded', 'none'\), got 'l2'": {"normalizer": "l2"},
     r"normalizer: 'unrotated' divides by .* never negative, one of \('relu', .*\), got act='silu'": {"act": "silu"},
     r"normalizer: 'unrotated' divides by .*, got act='none'": {"act": "none"},
-    r"eps: expected a finite number above 0, got 0": {"eps": 0},
-    r"eps: expected a finite number above 0, got nan": {"eps": float("nan")},
-    r"eps: expected a finite number above 0, got inf": {"eps": float("inf")},
+    r"eps: expected a finite positive number, got 0": {"eps": 0},
+    r"eps: expected a finite positive number, got nan": {"eps": float("nan")},
+    r"eps: expected a finite positive number, got inf": {"eps": float("inf")},
     r"amplitude: expected a finite number, got inf": {"amplitude": float("inf")},
     r"impl: expected one of .*, got 'cuda'": {"impl": "cuda"},
     # gate
@@ -97,20 +97,20 @@ ERRORS = {
     r"gate: expected a tensor on k's device cpu, got meta": {"gate": torch.ones(2, 1, 7, device="meta")},
     # masks
     r"block: expected a divisor of the 6 tokens between prefix and suffix .*, got 4": {"block": 4},
-    r"block: expected an integer of at least 1, .*, got 0": {"block": 0},
-    r"block: expected an integer of at least 1, .*, got True": {"block": True},
-    r"block: expected an integer of at least 1, .*, got 2.0": {"block": 2.0},
+    r"block: expected a positive integer, .*, got 0": {"block": 0},
+    r"block: expected a positive integer, .*, got True": {"block": True},
+    r"block: expected a positive integer, .*, got 2.0": {"block": 2.0},
     r"is_causal: expected False with block, .*, got True": {"block": 3, "is_causal": True},
-    r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 2 to 7 after a prefix of 1": {
+    r"block: expected shards of whole blocks of 3 tokens .*, got tokens 2 to 7 after a prefix of 1": {
         "q": Q[:, :, :5], "k": K[:, :, :5], "v": K[:, :, :5], "positions": Grid((2, 3), prefix=1, start=2), "block": 3,
     },
-    r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 0 to 6": {
+    r"block: expected shards of whole blocks of 3 tokens .*, got tokens 0 to 6": {
         "q": Q[:, :, :6], "k": K[:, :, :6], "v": K[:, :, :6], "positions": Grid((2, 3), prefix=1, length=6), "block": 3,
     },
-    r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 1 to 8": {
+    r"block: expected shards of whole blocks of 3 tokens .*, got tokens 1 to 8": {
         "positions": Grid((2, 3), prefix=1, suffix=2, start=1, length=7), "block": 3,
     },
-    r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 1 to 8 after a prefix of 2": {
+    r"block: expected shards of whole blocks of 3 tokens .*, got tokens 1 to 8 after a prefix of 2": {
         "positions": Grid((2, 3), prefix=2, start=1, length=7), "block": 3,
     },
     r"positions: expected the same positions for q and k with block, got a pair": {
@@ -119,7 +119,7 @@ ERRORS = {
     r"positions: expected the same positions for q and k with is_causal, got a pair": {
         "positions": (GRID, GRID), "is_causal": True,
     },
-    r"k: expected q's 7 tokens with a causal or block mask, got 5": {
+    r"k: expected as many tokens as q \(7\) with a causal or block mask, got 5": {
         "map": None, "omega": None, "positions": None, "k": K[:, :, :5], "v": K[:, :, :5], "is_causal": True,
     },
     # softmax over the sequence

@@ -480,17 +480,17 @@ def test_module(encoding):
 
 ERRORS = [
     ({"decay": torch.ones(2)}, "decay: expected is_causal=True or a block"),
-    ({"rule": "delta"}, "rule: 'delta' expects a block"),
+    ({"rule": "delta"}, "rule: 'delta' needs block="),
     ({"rule": "delta", "is_causal": True}, "fla"),
     ({"rule": "delta", "block": 1}, "fla"),
     ({"rule": "sum"}, "rule: expected one of"),
     ({"directions": "backward", "block": 6}, "directions: expected one of"),
-    ({"directions": "both"}, "directions: 'both' expects a block"),
-    ({"directions": "both", "is_causal": True}, "directions: 'both' expects a block"),
+    ({"directions": "both"}, "directions: 'both' needs block="),
+    ({"directions": "both", "is_causal": True}, "directions: 'both' needs block="),
     ({"directions": "both", "block": 6, "return_state": True}, "return_state: expected None"),
-    ({"block": 6, "decay": torch.ones(3)}, r"decay: expected \(2 or 1,\), per head, or \(2 or 1, 2 or 1, 4\)"),
-    ({"block": 6, "decay": torch.ones(2, 2, 24)}, r"4\), with the blocks between prefix and suffix"),
-    ({"is_causal": True, "decay": torch.ones(2, 2, 4)}, r"24\), with the tokens"),
+    ({"block": 6, "decay": torch.ones(3)}, r"decay: expected shape \(2 or 1,\) for .*, or \(2 or 1, 2 or 1, 4\)"),
+    ({"block": 6, "decay": torch.ones(2, 2, 24)}, r"4\) for the blocks between prefix and suffix"),
+    ({"is_causal": True, "decay": torch.ones(2, 2, 4)}, r"24\) for the tokens"),
     ({"block": 6, "decay": torch.ones(3, 2, 4)}, "decay: expected"),
     ({"block": 6, "decay": torch.tensor([0.5, 1.5])}, r"factors in \(0, 1\], got values from 0.5 to 1.5"),
     ({"block": 6, "decay": torch.tensor([0.0, 0.5])}, "from 0 to 0.5"),
@@ -509,7 +509,7 @@ def test_errors(options, message):
 
 def test_the_shape_of_a_decay_of_one_head():
     q, k, v = (torch.randn(1, heads, 24, 6) for heads in (4, 1, 1))
-    with pytest.raises(ValueError, match=r"decay: expected \(1,\), per head, or \(1, 1, 4\), with the blocks"):
+    with pytest.raises(ValueError, match=r"decay: expected shape \(1,\) for .*, or \(1, 1, 4\) for the blocks"):
         linear_attention(q, k, v, map=None, block=6, decay=torch.ones(3))
 
 

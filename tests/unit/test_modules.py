@@ -219,7 +219,7 @@ def test_parameter_groups(cls):
     model.no_weight_decay = lambda: {"1.weight"}
     assert [g["name"] for g in parameter_groups(model, 1e-3)] == ["no_decay", "frequencies"]
     for name in ("lr", "weight_decay", "frequency_lr"):
-        with pytest.raises(ValueError, match=rf"^{name}: expected a finite number of at least 0, got -1"):
+        with pytest.raises(ValueError, match=rf"^{name}: expected a finite non-negative number, got -1"):
             parameter_groups(model, **{"lr": 1.0, name: -1})
 
 

@@ -86,7 +86,7 @@ ERRORS = {
     "no norm": (TypeError, r"norm: expected a lrpe_md.Norm, got str", lambda: "rms"),
     "another kind": (ValueError, r"norm\.kind: expected one of \('rms', 'layer'\), got 'batch'", lambda: Norm("batch")),
     "over tokens": (ValueError, r"norm\.over: expected one of", lambda: Norm(over="tokens")),
-    "no eps": (ValueError, r"norm\.eps: expected a number above 0", lambda: Norm(eps=0.0)),
+    "no eps": (ValueError, r"norm\.eps: expected a positive number", lambda: Norm(eps=0.0)),
     "infinite eps": (ValueError, r"norm\.eps", lambda: Norm(eps=float("inf"))),
     "eps true": (TypeError, r"norm\.eps: expected a number, got bool", lambda: Norm(eps=True)),
     "a bias of rms": (ValueError, r"norm\.bias: expected None for kind='rms'", lambda: Norm(bias=torch.ones(D))),
@@ -116,7 +116,7 @@ ERRORS = {
     "whole numbers": (TypeError, r"norm\.weight.*int64", lambda: Norm(weight=torch.ones(D, dtype=torch.int64))),
     "another device": (ValueError, r"norm\.weight.*x's device cpu", lambda: Norm(weight=torch.ones(D, device="meta"))),
     "forms that differ": (
-        ValueError, r"norm\.bias.*expected the same shape and dtype as the others",
+        ValueError, r"norm\.bias.*expected the same shape and dtype as the norm's other tensors",
         lambda: Norm("layer", torch.ones(D), torch.ones(D, dtype=torch.float64)),
     ),
 }  # fmt: skip
@@ -132,7 +132,7 @@ def test_one_clear_error(name):
 def test_errors_of_a_call():
     with pytest.raises(ValueError, match=r"norm\.weight: expected one value for one tensor, got 2 values"):
         rotate(Q, omega=OMEGA, positions=GRID, norm=Norm(weight=(normal(D), normal(D))))
-    with pytest.raises(ValueError, match=r"norm: expected None with softmax over the sequence"):
+    with pytest.raises(ValueError, match=r"norm: expected None with a softmax over the sequence"):
         rotate(Q, omega=OMEGA, positions=GRID, act="softmax", dim=-2, norm=Norm())
     with pytest.raises(ValueError, match=r"norm\.weight: expected 3 groups of tokens.* suffix"):
         rotate(Q, omega=OMEGA, positions=Grid((3, 2), 3, 4), norm=Norm(weight=torch.ones(2, 1, D)))

@@ -105,7 +105,7 @@ def test_a_packed_projection_of_the_modules():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda qkv: rotate(qkv, qkv=qkv, omega=OMEGA, positions=GRID), "qkv: expected no other tensors .*got 1"),
+        (lambda qkv: rotate(qkv, qkv=qkv, omega=OMEGA, positions=GRID), "qkv: expected either qkv or .*qkv and 1 more"),
         (lambda qkv: rotate(qkv=qkv[:, :, :2], omega=OMEGA, positions=GRID), r"qkv: .*\(B, N, 3, H, D\).*2, 4, 8\)"),
         (lambda qkv: rotate(qkv=qkv, num_key_heads=1, omega=OMEGA, positions=GRID), r"qkv: .*H_q \+ 2 H_k.*3, 4, 8\)"),
         (lambda qkv: rotate(qkv=qkv[:, :, 0], num_key_heads=2, omega=OMEGA, positions=GRID), "num_key_heads: .*got 2"),
@@ -117,7 +117,7 @@ def test_a_packed_projection_of_the_modules():
         ),
         (lambda qkv: rotate(qkv=[qkv], omega=OMEGA, positions=GRID), "qkv: expected a tensor.*list"),
         (lambda qkv: rotate(qkv[:, :, 0], num_key_heads=1, omega=OMEGA, positions=GRID), "num_key_heads: .*out qkv"),
-        (lambda qkv: RotateMd(8)(qkv, qkv=qkv, positions=GRID), "qkv: expected no other tensors with qkv"),
+        (lambda qkv: RotateMd(8)(qkv, qkv=qkv, positions=GRID), "qkv: expected either qkv or separate tensors"),
         (lambda qkv: RotateMd(16)(qkv=qkv, positions=GRID), "q: expected the module's head_dim, 16, got 8"),
         (lambda qkv: Rotate1d(8)(qkv=qkv, cu_seqlens=SEQLENS), r"cu_seqlens: expected sequences packed in x \(1"),
         (lambda qkv: rotate(qkv[0, :, 0], omega=OMEGA, positions=GRID), r"x: expected shape \(B, H, N, D\).*pack"),
@@ -351,9 +351,9 @@ def test_xpos_with_masks_offsets_and_packing():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: Rotate1d(8, scale_base=0.0), "scale_base: expected a finite number above 0, got 0.0"),
-        (lambda x: Rotate1d(8, scale_base="512"), "scale_base: expected a finite number above 0, got '512'"),
-        (lambda x: Rotate1d(8, scale_base=float("inf")), "scale_base: expected a finite number above 0, got inf"),
+        (lambda x: Rotate1d(8, scale_base=0.0), "scale_base: expected a finite positive number, got 0.0"),
+        (lambda x: Rotate1d(8, scale_base="512"), "scale_base: expected a finite positive number, got '512'"),
+        (lambda x: Rotate1d(8, scale_base=float("inf")), "scale_base: expected a finite positive number, got inf"),
         (
             lambda x: Rotate1d(8, scale_base=8.0, scale_centre=float("nan")),
             "scale_centre: expected a finite number, got nan",
@@ -450,10 +450,10 @@ def test_zigzag_for_text():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((Grid((7,)), 0, 2), "positions: expected a number of tokens divisible into 2 · 2 equal chunks, got 7; pad"),
+        ((Grid((7,)), 0, 2), "positions: expected a number of tokens that is a multiple of 2 · 2, got 7; pad"),
         ((Grid((8,)), 2, 2), "rank: expected 0 to 1, got 2"),
         ((Grid((8,)), -1, 2), "rank: expected 0 to 1, got -1"),
-        ((Grid((8,)), 0, 0), "num_ranks: expected an integer of at least 1, got 0"),
+        ((Grid((8,)), 0, 0), "num_ranks: expected a positive integer, got 0"),
         ((Grid((8,), start=2), 0, 2), "positions: expected the whole sequence, got a shard"),
         ((torch.zeros(8, 1), 0, 2), "positions: expected a Grid or Coordinates, got Tensor"),
     ],

@@ -65,7 +65,7 @@ def test_rules_on_a_single_row_and_on_none(n):
 def test_a_crop_runs_forwards():
     """A few positions far from 0 would run backwards; from 0, a single position or a full-size crop never does."""
     with pytest.raises(
-        ValueError, match=r"start, stop: expected the last of 2 positions, stop \(2 - 1\) / 2 = 8, to be"
+        ValueError, match=r"start, stop: the last of 2 positions, stop \(2 - 1\) / 2 = 8, would precede"
     ):
         Grid((4, 2)).crop((0, 14), (4, 16))
     for n in range(1, 30):

@@ -494,7 +494,7 @@ BAD = {
         r"seed: .*eva02 doesn't use it.*base and scaling and split", lambda: preset("eva02", seed=3),
     ),
     "crop of a sliver": (
-        r"start, stop: expected the last of 2 positions.*= 8.*start = 14",
+        r"start, stop: the last of 2 positions.*= 8.*start = 14",
         lambda: preset("cogvideox").positions((2, 40)),
     ),
     "scalings of another length": (

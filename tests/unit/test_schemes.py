@@ -89,7 +89,7 @@ def test_invalid_registrations():
         with pytest.raises(ValueError, match=f"name: expected a name that is not a published .* got '{name}'"):
             register_scheme(name, OWN, overwrite=True)
     for name in ("", 3):
-        with pytest.raises(TypeError, match="name: expected a name"):
+        with pytest.raises(TypeError, match="name: expected a non-empty string"):
             register_scheme(name, OWN)
     with pytest.raises(TypeError, match=r"scheme: expected a lrpe_md.Scheme, got Axial"):
         register_scheme("ours", OWN.frequencies)
@@ -181,7 +181,7 @@ def test_amplitude_per_axis_does_not_scale_gaps():
     scaling = (None, lambda theta: (theta, 3.0))
     made = preset(replace(OWN, frequencies=Axial((1, 1), gaps=(0, 1, 1))), 16, scaling=scaling)
     assert made.amplitude.tolist() == [1, 1, 1, 1, 3, 3, 1, 1]
-    with pytest.raises(ValueError, match="scaling: expected one amplitude for all axes if heads differ"):
+    with pytest.raises(ValueError, match="scaling: expected one amplitude for all axes if frequencies differ"):
         preset(replace(OWN, frequencies=Axial((1, 1), axis_map="head"), num_heads=2), scaling=scaling)
 
 
@@ -260,17 +260,28 @@ def test_custom_functions():
         replace(OWN, grid=partial(doubled, (1, 2))).to_dict(names)
 
 
+def test_own_functions_need_names_of_their_own():
+    """Otherwise, a file would be read with the library's function, without an error."""
+    message = "functions: expected other names than those of lrpe_md.presets.FUNCTIONS, got 'centred' .* 'my_centred'"
+    with pytest.raises(ValueError, match=message):
+        OWN.to_dict({"centred": doubled})
+    data = replace(OWN, grid=FUNCTIONS["cells"]).to_dict({"cells": FUNCTIONS["cells"]})  # the same function
+    assert data["grid"] == "cells"
+    with pytest.raises(ValueError, match=message):
+        Scheme.from_dict({**data, "grid": "centred"}, {"centred": doubled})
+
+
 @pytest.mark.parametrize(
     ("message", "change"),
     [
         (r"data: expected fields of Scheme, got 'colour'; use one of doc, head_dim, .*", lambda d: d | {"colour": 1}),
         (r"data: expected fields of Scheme, got 'pair' \(did you mean 'pairs'\?\)$", lambda d: d | {"pair": "half"}),
-        (r"data: expected head_dim of Scheme, got doc, frequencies", lambda d: d.pop("head_dim") and None),
+        (r"data: Scheme needs head_dim, got doc, frequencies", lambda d: d.pop("head_dim") and None),
         (
             r"frequencies: expected a kind, 'axial' or 'dense', got None",
             lambda d: d["frequencies"].pop("kind") and None,
         ),
-        (r"frequencies: expected split of Axial, got base", lambda d: d["frequencies"].pop("split") and None),
+        (r"frequencies: Axial needs split, got base", lambda d: d["frequencies"].pop("split") and None),
         (r"data: expected a dict, as returned by to_dict, got list", lambda d: [1]),
         (r"frequencies: expected an Axial or a Dense, got str", lambda d: d | {"frequencies": "axial"}),
     ],
@@ -364,6 +375,16 @@ def test_positions_that_a_scheme_does_not_support():
     assert skip.positions(1, (3, 4)) == Grid((3, 4), prefix=1)
     with pytest.raises(TypeError, match=r"fps: .* grids accept no options, got 3; leave it out, or use a Scheme whose"):
         module.positions((3, 4), fps=3)
+
+
+def test_errors_of_a_grid_function_are_not_blamed_on_the_shape():
+    with pytest.raises(
+        ValueError, match=r"^grid: expected positions with 2 axes, .* got 3 from .* for shape \(3, 4\);"
+    ):
+        preset(replace(OWN, grid=FUNCTIONS["centred"])).positions(1, (3, 4))
+    last = preset(replace(OWN, grid=lambda shape: Grid((shape[0], shape[1]))))
+    with pytest.raises(ValueError, match=r"^shape: .*grid function doesn't support \(3,\): tuple index out of range"):
+        last.positions(1, (3,))
 
 
 def test_drawing_a_custom_preset(tmp_path):

@@ -418,7 +418,7 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: Grid((3, 4), origin=torch.tensor([1])), ValueError, r"origin: expected \(2,\) or .*got \(1,\)"),
         (
             lambda: lrpe_md.pack([Grid((3,), origin=torch.tensor([1]))]), ValueError,
-            "samples: expected positions known to the host.*at index 0",
+            "samples: expected positions without an origin.*at index 0",
         ),
         (
             lambda: Rotate1d(8)(X, cu_seqlens=torch.tensor([0, 5])), ValueError,
@@ -467,7 +467,7 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: lrpe_rotate_1d((), torch.rand(4)), TypeError, "x: expected one tensor or two"),
         (lambda: lrpe_rotate_1d(torch.randn(1, 1, 4, 8), [1.0]), TypeError, "theta: expected a tensor"),
         (lambda: convert_pairs(torch.randn(8, 2), "half", "interleaved", head_dim=0), ValueError, "head_dim: "),
-        (lambda: Grid((3,), prefix=1.0), ValueError, "prefix: expected an integer"),
+        (lambda: Grid((3,), prefix=1.0), ValueError, "prefix: expected a non-negative integer"),
         (lambda: Grid(3.0), ValueError, "shape: "),
         (
             lambda: Rotate1d(8, learnable=True, num_heads=2).set_frequencies(torch.ones(4)), ValueError,

@@ -44,7 +44,7 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
     if not -math.inf < offset < math.inf:
         raise ValueError(f"norm.offset: expected a finite number, got {offset!r}")
     if not 0 < eps < float("inf"):
-        raise ValueError(f"norm.eps: expected a number above 0, so that rows of zeros stay finite, got {eps!r}")
+        raise ValueError(f"norm.eps: expected a positive number, so that rows of zeros stay finite, got {eps!r}")
     if bias is not None and kind == "rms":
         raise ValueError("norm.bias: expected None for kind='rms', which has no bias; pass None or use kind='layer'")
     if offset != 0 and weight is None:
@@ -74,7 +74,9 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
     assert options.norm is not None
     over = options.norm.over
     if options.dim == -2:
-        raise ValueError("norm: expected None with softmax over the sequence (dim=-2), or softmax over features (-1)")
+        raise ValueError(
+            "norm: expected None with a softmax over the sequence (dim=-2), got a Norm; omit it, or use dim=-1"
+        )
     tensors = (("weight", weights.weight, 0), ("bias", weights.bias, 0))
     tensors += (("weight", weights.weight_k, 1), ("bias", weights.bias_k, 1))
     first: Tensor | None = None
@@ -110,8 +112,8 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
             is_alike = is_alike and ((first.shape[1] > 1) <= (t.shape[1] > 1 or heads == 1))
         if not is_alike:
             raise ValueError(
-                f"{label}: expected the same shape and dtype as the others, {tuple(first.shape)} {first.dtype}, got "
-                f"{tuple(t.shape)} {t.dtype}"
+                f"{label}: expected the same shape and dtype as the norm's other tensors, {tuple(first.shape)} "
+                f"{first.dtype}, got {tuple(t.shape)} {t.dtype}"
             )
     if weights.token_groups == 2 and layout.start + layout.num_tokens > layout.prefix + layout.num_grid_tokens:
         raise ValueError(

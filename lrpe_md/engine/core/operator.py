@@ -331,7 +331,7 @@ class Operator(ABC):
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
         """Return the options for a forward that autograd records, and the number of results that the user gets."""
-        raise NotImplementedError("expected an operator with options to override this method")
+        raise NotImplementedError("operators with options must override keep_for_backward")
 
     # --- a call, from the choice of the path to a launch
 

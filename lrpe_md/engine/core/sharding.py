@@ -48,7 +48,7 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
         if not is_sharded(x):
             raise TypeError(
                 f"{name}: expected a DTensor, like the other tensors, got a plain tensor; convert it with "
-                "DTensor.from_local, or use the others' shards with .to_local()"
+                "DTensor.from_local, or pass the local shards (.to_local()) of all tensors"
             )
         if x.device_mesh != xs[0].device_mesh:
             raise ValueError(f"{name}: expected q's mesh {xs[0].device_mesh}, got {x.device_mesh}; redistribute it")
@@ -193,7 +193,7 @@ def local_part(x: Any, dim: int) -> tuple[int, int]:
     if local != length:
         noun, advice = _SHARDED_DIMS[dim]
         raise ValueError(
-            f"x: expected shards of the size that DTensor chooses, {length} of {x.shape[dim]} {noun}, got {local}; "
-            f"call on the local tensor with {advice}"
+            f"x: expected DTensor's default shard of {length} out of {x.shape[dim]} {noun}, got {local}; "
+            f"pass the local tensor, with {advice}"
         )
     return start, length

@@ -104,7 +104,7 @@ def check_target(
     start = target.start
     if is_transforming():
         raise ValueError(
-            "out: expected None under a torch.func transform or with dual numbers, which can't write into out"
+            "out: expected None under a torch.func transform or with dual numbers, which don't support out"
         )
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*xs, *sources)):
         raise ValueError(

@@ -106,7 +106,7 @@ def _specify(options: Options, head_dim: int) -> Spec:
     if options.order not in ORDERS:
         raise ValueError(f"order: expected one of {ORDERS}, got {options.order!r}")
     if head_dim < 1 and options.map == "cosine":
-        raise ValueError(f"x: expected head_dim of at least 1, got {head_dim}")
+        raise ValueError(f"x: expected a positive head_dim, got {head_dim}")
     start, width = rotary_slice(options.rotary_dim, head_dim, even=options.map != "cosine")
     channels = MAPS[options.map].channels(width)
     if options.map == "cosine":
@@ -128,7 +128,7 @@ def check_unused(options: Any, *names: str) -> None:
         value, default = getattr(options, name), _UNUSED[name]
         if not (value is default or (isinstance(value, str) and value == default)):
             raise ValueError(
-                f"{name}: expected {default!r}, the default, with map={options.map!r}, which does not use it, got "
+                f"{name}: expected the default, {default!r}, because map={options.map!r} ignores this option, got "
                 f"{value!r}; leave it out"
             )
 
@@ -138,7 +138,7 @@ def check_act(act: Any, dim: Any) -> None:
         raise ValueError(f"act: expected one of {tuple(ACTIVATIONS)}, got {act!r}")
     dims = ACTIVATIONS[act].dims
     if dims and dim not in dims:
-        raise ValueError(f"dim: {act} needs -1 (features) or -2 (sequence), got {dim!r}")
+        raise ValueError(f"dim: expected -1 (features) or -2 (sequence) for act={act!r}, got {dim!r}")
     if not dims and dim is not None:
         raise ValueError(f"dim: expected None for act={act!r} (only softmax has a dim), got {dim!r}")
 
@@ -152,7 +152,7 @@ def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
     sections = tuple(pairs)
     numbers = [isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sections]
     if not all(numbers) or sum(sections) != channels:
-        raise ValueError(f"pairs: expected blocks of at least one pair that add up to {channels}, got {sections}")
+        raise ValueError(f"pairs: expected positive numbers of pairs that add up to {channels}, got {sections}")
     return ("half", ()) if len(sections) == 1 else ("blocks", sections)
 
 

@@ -32,7 +32,7 @@ def encode_qkv(
     if qkv is None:
         raise ValueError(f"num_key_heads: expected None without qkv, got {num_key_heads}")
     if xs:
-        raise TypeError(f"qkv: expected no other tensors with qkv, got {len(xs)}")
+        raise TypeError(f"qkv: expected either qkv or separate tensors, got qkv and {len(xs)} more")
     num_key_heads = _check_projection(qkv, num_key_heads)
     is_batched = qkv.ndim == (5 if num_key_heads is None else 4)
     out_argument = {} if out is None else {"out": tuple(map(order_heads, out)) if type(out) is tuple else out}

@@ -184,7 +184,7 @@ def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
             f"{tuple(q.placements)}"
         )
     if sum(p.is_shard(TOKENS) for p in k.placements) > 1:
-        raise ValueError(f"q: expected tokens sharded over a single mesh axis, got {tuple(q.placements)}")
+        raise ValueError(f"q: expected tokens sharded over a single mesh dimension, got {tuple(q.placements)}")
     if k.shape[1] % count_ranks(k, HEADS):
         raise ValueError(
             f"k: expected a multiple of {count_ranks(k, HEADS)} heads (the number of ranks) or 1 replicated head, got "
@@ -202,7 +202,8 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
         return
     if call.q_tables.coords is not None:
         raise ValueError(
-            "block: expected a Grid if tokens are sharded, so that every rank knows prefix and suffix, got coordinates"
+            "positions: expected a Grid, whose prefix and suffix every rank knows, for blocks of sharded tokens, got "
+            "Coordinates"
         )
     layout, step = call.q_layout, -(-num_tokens // num_ranks)
     for begin in range(0, num_tokens, step):

@@ -62,7 +62,9 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
         mask_name = "block" if attention.mask == "block" else "is_causal"
         raise ValueError(f"positions: expected the same positions for q and k with {mask_name}, got a pair")
     if q.shape[2] != k.shape[2] and attention.mask != "full":
-        raise ValueError(f"k: expected q's {q.shape[2]} tokens with a causal or block mask, got {k.shape[2]}")
+        raise ValueError(
+            f"k: expected as many tokens as q ({q.shape[2]}) with a causal or block mask, got {k.shape[2]}"
+        )
     cu_seqlens = _check_cu_seqlens(arguments.cu_seqlens, q, attention.mask, has_position_pair)
     spec, q_side, k_side = _place_sides(options, arguments, sides)
     if attention.mask == "block":
@@ -90,9 +92,7 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
     block = options.block
     if block is not None:
         if isinstance(block, bool) or not isinstance(block, (int, torch.SymInt)) or block < 1:
-            raise ValueError(
-                f"block: expected an integer of at least 1, the number of tokens in a block, got {block!r}"
-            )
+            raise ValueError(f"block: expected a positive integer, the number of tokens in a block, got {block!r}")
         if options.is_causal:
             raise ValueError(
                 "is_causal: expected False with block, which is causal between blocks and full within each, got True"
@@ -103,14 +103,14 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
     if arguments.decay is not None and mask == "full":
         raise ValueError("decay: expected is_causal=True or a block, got neither; pass one of them")
     if rule == "delta" and mask == "full":
-        raise ValueError("rule: 'delta' expects a block, the tokens of a frame, got None; pass block=")
+        raise ValueError("rule: 'delta' needs block=, the number of tokens in a frame, got None")
     if rule == "delta" and (mask == "causal" or block == 1):
         raise ValueError(
-            "rule: 'delta' expects a block of at least 2 tokens, such as a frame, got single tokens; for a "
+            "rule: 'delta' needs blocks of at least 2 tokens, such as a frame, got single tokens; for a "
             "token-by-token delta rule, use the flash-linear-attention library (fla)"
         )
     if directions == "both" and mask != "block":
-        raise ValueError("directions: 'both' expects a block, the tokens of a frame, got None; pass block=")
+        raise ValueError("directions: 'both' needs block=, the number of tokens in a frame, got None")
     if directions == "both" and (arguments.state or options.return_state):
         name = "state" if arguments.state else "return_state"
         raise ValueError(f"{name}: expected None with directions='both', which needs the whole sequence; leave it out")
@@ -139,8 +139,8 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
     by_block = decay.ndim == 3 and decay.shape[0] in (1, batch) and decay.shape[1] in (1, heads)
     if not by_head and not (by_block and decay.shape[2] == num_blocks):
         raise ValueError(
-            f"decay: expected ({or_one(heads)},), per head, or ({or_one(batch)}, {or_one(heads)}, {num_blocks}), with "
-            f"the {unit}, got {tuple(decay.shape)}"
+            f"decay: expected shape ({or_one(heads)},) for one decay per head, or ({or_one(batch)}, "
+            f"{or_one(heads)}, {num_blocks}) for the {unit}, got {tuple(decay.shape)}"
         )
     if decay.device != k.device:
         raise ValueError(f"decay: expected a tensor on k's device {k.device}, got {decay.device}")
@@ -172,7 +172,7 @@ def check_normalizer(normalizer: Any, act: str) -> None:
 
 def check_eps(eps: Any) -> None:
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps < float("inf"):
-        raise ValueError(f"eps: expected a finite number above 0, got {eps!r}")
+        raise ValueError(f"eps: expected a finite positive number, got {eps!r}")
 
 
 def check_sequence_softmax(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> None:
@@ -199,7 +199,7 @@ def _check_values(v: Tensor, q: Tensor, k: Tensor) -> None:
             f"v: expected k's batch, heads and tokens, {tuple(k.shape[:3])}, and any head_dim, got {tuple(v.shape)}"
         )
     if v.shape[3] < 1:
-        raise ValueError(f"v: expected a head_dim of at least 1, got {tuple(v.shape)}")
+        raise ValueError(f"v: expected a positive head_dim, got {tuple(v.shape)}")
     if v.dtype != q.dtype or v.device != q.device:
         raise ValueError(f"v: expected q's dtype and device, {q.dtype} on {q.device}, got {v.dtype} on {v.device}")
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
@@ -262,8 +262,8 @@ def check_edges(layout: Layout, total: int, block: int) -> None:
         grid_index = edge - prefix
         if not (edge == 0 or edge == total or (0 <= grid_index <= num_grid and grid_index % block == 0)):
             raise ValueError(
-                f"block: expected a shard of whole blocks of {block} tokens, with prefix and suffix as separate "
-                f"blocks, got tokens {start} to {start + num_tokens} after a prefix of {prefix}"
+                f"block: expected shards of whole blocks of {block} tokens (prefix and suffix are separate blocks), "
+                f"got tokens {start} to {start + num_tokens} after a prefix of {prefix}"
             )
 
 
@@ -355,7 +355,7 @@ def _place_without_map(
             raise ValueError(f"{name}: expected None with map=None, which has no angles, got {type(value).__name__}")
     for name, x in (("q", arguments.q), ("k", arguments.k)):
         if x.shape[3] < 1:
-            raise ValueError(f"{name}: expected head_dim of at least 1, got {tuple(x.shape)}")
+            raise ValueError(f"{name}: expected a positive head_dim, got {tuple(x.shape)}")
     spec = _with_norm(options, Spec("none", options.act, options.dim or 0))
     tables = Tables(make_empty_frequencies(arguments.q))
     layouts = []

@@ -1,4 +1,4 @@
-"""Decode and augment batches of images. A random number per image determines its augmentation in any process."""
+"""Decode and augment batches of images. One random number per image determines the augmentation, in any process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .streams import LabelledStream
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the global random number generators that augmentations use, and restore them afterwards."""
+    """Seed the global random number generators that augmentations use, and restore their states afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -34,12 +34,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> Any:
-    """Return timm's random resized crop and automatic augmentation of RGB images, as uint8 (3, height, width).
+    """Return timm's random resized crop and automatic augmentation, which outputs uint8 (3, height, width).
 
     Args:
         size: height and width, or one number for both.
         policy: augmentation policy of timm, such as rand-m9-mstd0.5-inc1, or "" for none.
-        scale: smallest area of a crop, as a fraction of the image's area. With 1, the crop is the largest central part.
+        scale: smallest area of a crop, as a fraction of the image's area. With 1, images are centre-cropped.
 
     Raises:
         typer.BadParameter: if timm does not know the policy.
@@ -62,7 +62,7 @@ def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> A
 def read_batch(
     data: Images | LabelledStream, transform: Callable[[Image.Image], Any], indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return images as uint8 (B, C, size, size) and classes (B,), on the CPU."""
+    """Return uint8 images (B, C, size, size) and classes (B,), both on the CPU."""
     images, labels = [], []
     for index, draw in zip(indices.tolist(), draws.tolist(), strict=True):
         image, label = data[index] if isinstance(data, LabelledStream) else _as_image(data, index)

@@ -1,4 +1,4 @@
-"""Buckets of samples by aspect ratio. All samples of a batch come from one bucket, so that they have the same shape."""
+"""Buckets of samples by aspect ratio. All samples in a batch come from one bucket, so that they have the same shape."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MAX_RATIO = (
     "Largest aspect ratio. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about --size² "
     "pixels, and each batch comes from one bucket."
 )
-STEPS = 16  # short sides of neighbouring buckets differ by the size divided by this
+STEPS = 16  # short sides of neighbouring buckets differ by size / STEPS
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Assignment of samples to buckets, and the shapes of the buckets.
+    """Assignment of samples to buckets, and the shape of each bucket.
 
     Args:
-        shapes: shapes of all buckets, by size.
+        shapes: shapes of all buckets, for each size.
         of: bucket (N,) of each sample.
     """
 
@@ -48,20 +48,20 @@ class Buckets:
         return len(next(iter(self.shapes.values())))
 
     def members(self, bucket: int) -> np.ndarray:
-        """Return the sorted indices of a bucket's samples."""
+        """Return the sorted indices of the samples in a bucket."""
         return np.flatnonzero(self.of == bucket)
 
     def order(self, batch: int, seed: int) -> Steps:
-        """Return the steps of a training run, in each of which all samples have the same size and bucket.
+        """Return the steps of a training run. Within a step, all samples have the same size and bucket.
 
-        A step contains the numbers index + N · (index of the step's size) of its samples.
+        A step contains one number per sample: the index of the sample + N · (the index of the step's size).
         """
         parts = [self.members(bucket) for bucket in np.unique(self.of)]
         groups = [part + i * len(self.of) for i in range(len(self.shapes)) for part in parts]
         return order_groups(groups, batch, seed)
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, Shape]:
-        """Convert numbers from :meth:`order` to sample indices, and return these with the samples' shape."""
+        """Convert numbers from :meth:`order` to sample indices. Return the indices, and the shape of the samples."""
         turn, indices = int(numbers[0]) // len(self.of), numbers % len(self.of)
         return indices, list(self.shapes.values())[turn][self.find(indices)]
 
@@ -79,13 +79,13 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes for training and testing. A size is the square root of an image's area in pixels.
+    """Image sizes for training and testing. A size is the square root of the area in pixels.
 
     Args:
         train: training sizes, one of which is used for each batch.
         test: additional test sizes.
-        multiple: divisor of all heights and widths.
-        max_ratio: largest ratio of the sides. With 1, images are cropped to squares.
+        multiple: number that must divide all heights and widths.
+        max_ratio: largest aspect ratio. With 1, images are cropped to squares.
     """
 
     train: tuple[int, ...]
@@ -113,9 +113,9 @@ class Sizes:
         return max(1, round(length / self.multiple)) * self.multiple
 
     def sort(self, sides: np.ndarray) -> Buckets:
-        """Sort images into the buckets of the closest aspect ratio.
+        """Assign each image to the bucket with the closest aspect ratio.
 
-        ``sides`` (N, 2) contains their heights and widths.
+        ``sides`` (N, 2) contains the heights and widths of the images.
         """
         shapes = np.array(self.shapes(self.train[0]))
         ratios, wanted = np.log(sides[:, 0] / sides[:, 1]), np.log(shapes[:, 0] / shapes[:, 1])

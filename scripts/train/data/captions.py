@@ -1,4 +1,4 @@
-"""Read images from folders and zips, with their captions and other fields of a table."""
+"""Read images from folders and zips, with captions and other fields from a table."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import numpy as np
 import typer
 from PIL import Image, ImageOps
 
+from lrpe_md.checks import suggest
+
 from .streams import measure_image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -28,12 +30,13 @@ REMEDY = (
 )
 
 Read = Callable[[], bytes]
-# Errors from reading a file, or a zip member that is encrypted (RuntimeError), damaged or compressed in an unknown way.
+# Errors when reading a file, or a zip member that is encrypted (RuntimeError), damaged or compressed with an unknown
+# method.
 UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 def list_files(path: Path) -> dict[str, Read]:
-    """Return the files of a folder or a zip by name, as relative paths with forward slashes."""
+    """Return the files in a folder or a zip by name. Names are relative paths with forward slashes."""
     if path.is_dir():
         return {p.relative_to(path).as_posix(): p.read_bytes for p in path.rglob("*") if p.is_file()}
     if not path.exists():
@@ -62,9 +65,15 @@ def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text
     if tables:
         return _from_table(path, tables[0], files, images, without, field)
     if field != "text":
-        raise typer.BadParameter(f"--label {field}: {path} has no table with fields")
+        raise typer.BadParameter(
+            f"--label {field}: expected a table such as {TABLES[0]} with this field in --data {path}, found none; add "
+            "one, or leave out --label"
+        )
     if without:
-        raise typer.BadParameter(f"--without {without}: {path} has no table of captions with fields")
+        raise typer.BadParameter(
+            f"--without {without}: expected a table such as {TABLES[0]} with this field in --data {path}, found none; "
+            "add one, or leave out --without"
+        )
     beside = {name: PurePosixPath(name).with_suffix(".txt").as_posix() for name in sorted(images)}
     alone = [name for name, text in beside.items() if text not in files]
     if alone:
@@ -85,14 +94,18 @@ def _from_table(
     folder, pairs, skipped = PurePosixPath(table).parent, {}, set()
     for line, row in _rows(path, table, read_text(path, table, files[table])):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", field)):
-            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}")
+            close = "" if not isinstance(row, dict) or field in row else suggest(field, row)
+            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}{close}")
         if not all(_is_text(row[key]) for key in ("file_name", field)):
             raise typer.BadParameter(f"{path}: {table}, line {line}: expected text, got an unpaired surrogate: {row!a}")
         name = (folder / row["file_name"]).as_posix()
         if name in pairs or name in skipped:
             raise typer.BadParameter(f"{path}: {table}, line {line}: {row['file_name']} already has a caption")
         if without and without not in row:
-            raise typer.BadParameter(f"--without {without}: {table}, line {line} has only {', '.join(row)}")
+            raise typer.BadParameter(
+                f"--without {without}: {table}, line {line} has only {', '.join(row)}{suggest(without, row)}; pass one "
+                "of these fields"
+            )
         if without and str(row[without]).lower() in ("true", "1", "yes"):
             skipped.add(name)
         else:
@@ -114,7 +127,7 @@ def _rows(path: Path, table: str, text: str) -> Iterable[tuple[int, Any]]:
         except csv.Error as error:
             raise typer.BadParameter(f"{path}: {table}, line {reader.line_num}: {error}") from error
         return
-    for i, line in enumerate(text.split("\n"), start=1):  # splitlines would also split inside captions
+    for i, line in enumerate(text.split("\n"), start=1):  # splitlines() would also split captions at other characters
         if line.strip():
             try:
                 yield i, json.loads(line)
@@ -152,7 +165,7 @@ def _name_some(names: list[str]) -> str:
 
 @contextmanager
 def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
-    """Convert errors that occur while reading an image to errors that name the image."""
+    """Convert errors raised while reading an image to errors that name the image."""
     try:
         yield
     except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -160,7 +173,7 @@ def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
 
 
 def decode(name: str, read: Read, path: Path) -> Image.Image:
-    """Read an image of ``path`` as upright RGB, with transparent pixels in white."""
+    """Read an image in ``path`` as RGB. Rotate it upright, and make transparent pixels white."""
     with _refuse_unreadable(name, path), Image.open(io.BytesIO(read())) as image:
         rgba = ImageOps.exif_transpose(image).convert("RGBA")
     white = Image.new("RGBA", rgba.size, "white")
@@ -168,13 +181,13 @@ def decode(name: str, read: Read, path: Path) -> Image.Image:
 
 
 def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
-    """Return the height and width of an upright image of ``path``, without decoding it."""
+    """Return the height and width that an image in ``path`` has when upright. The image is not decoded."""
     with _refuse_unreadable(name, path):
         return measure_image(read())
 
 
 def crop(image: Image.Image, shape: tuple[int, int]) -> np.ndarray:
-    """Crop an image to the largest central part with a shape's aspect ratio, and resize it to (*shape, 3)."""
+    """Centre-crop an image to the aspect ratio of ``shape``, and resize it to (*shape, 3)."""
     (height, width), (across, down) = shape, image.size
     across, down = min(across, round(down * width / height)), min(down, round(across * height / width))
     left, top = (image.size[0] - across) // 2, (image.size[1] - down) // 2

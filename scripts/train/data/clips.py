@@ -1,4 +1,4 @@
-"""Labelled videos in memory, from one folder per class. A random number per clip determines its frames."""
+"""Labelled videos in memory, from one folder per class. A random number per clip determines the clip's frames."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ...common.devices import sent
 from ...common.options import plural
 from .images import TEST_FOLDERS
 from .streams import hold_out
-from .videos import SUFFIXES, VideoError, decode_all, describe_files
+from .videos import SUFFIXES, VideoError, advise_on_pictures, decode_all, describe_files
 
 SAMPLINGS = ("dense", "uniform")
-RESOLUTION = 2**20  # number of different places of a clip in its video
+RESOLUTION = 2**20  # number of possible start positions of a clip in a video
 REMEDY = "expected a folder with CLASS/*.mp4 and at least two classes, or with train/CLASS/*.mp4 and val/CLASS/*.mp4"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of the frames of a clip.
+    """Rule for choosing a clip's frames.
 
     Args:
         kind: "dense" uses every ``every``-th frame, starting with a random frame. "uniform" divides the video into
@@ -40,13 +40,13 @@ class Sampling:
 
     @property
     def span(self) -> int:
-        """Minimum length of a video, in frames, whose clips repeat no frame."""
+        """Minimum length of a video (in frames) for clips without repeated frames."""
         return self.frames if self.kind == "uniform" else (self.frames - 1) * self.every + 1
 
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return frame numbers (B, frames) for videos with the given lengths, at random places (B,) in [0, 1).
+        """Return frame numbers (B, frames) for videos of the given lengths, from random ``places`` (B,) in [0, 1).
 
-        If a video is too short, "dense" repeats its last frame, and "uniform" repeats several frames.
+        If a video is too short, "dense" repeats the last frame, and "uniform" repeats several frames.
         """
         steps = np.arange(self.frames)
         if self.kind == "uniform":
@@ -67,6 +67,7 @@ class LabelledVideos:
         labels: class (V,) of each video.
         held_out: mask (V,) of the videos that are held out for testing.
         names: names of the classes.
+        has_tests: whether the folder has its own test videos.
     """
 
     frames: Tensor
@@ -75,6 +76,7 @@ class LabelledVideos:
     labels: np.ndarray
     held_out: np.ndarray
     names: tuple[str, ...]
+    has_tests: bool = False
 
     @property
     def digest(self) -> int:
@@ -85,7 +87,7 @@ class LabelledVideos:
         return value
 
     def clips(self, videos: np.ndarray, places: np.ndarray, sampling: Sampling, size: int) -> Tensor:
-        """Return clips (B, 3, frames, size, size) of some videos, in [-1, 1]."""
+        """Return clips (B, 3, frames, size, size) from the given videos, in [-1, 1]."""
         index = self.firsts[videos][:, None] + sampling.choose_frames(self.lengths[videos], places)
         x = self.frames[sent(index.ravel(), self.frames.device)].float()
         if x.shape[-1] != size:
@@ -96,18 +98,20 @@ class LabelledVideos:
         return replace(self, frames=self.frames.to(device))
 
 
-def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path | None = None) -> LabelledVideos:
+def load_labelled(
+    paths: Sequence[Path], size: int, *, parts: int, fold: int = 0, cache: Path | None = None
+) -> LabelledVideos:
     """Decode the videos of a folder with one subfolder per class.
 
     Args:
         paths: a single folder.
-        size: height and width after cropping to the central square and resizing.
-        parts: if there is no test folder, one in ``parts`` videos is held out, based on a hash of its name.
-        cache: folder for decoded frames, which runs share.
+        size: height and width after centre-cropping to a square and resizing.
+        parts, fold: if there is no test folder, one in ``parts`` videos is held out, based on a hash of the file name.
+        cache: folder for decoded frames, shared by all runs.
 
     Raises:
         VideoError: if there is no such folder, there are too few classes, a class has no training videos, a video can't
-            be read, or no videos are held out.
+            be read, no videos are held out, or there are both a ``fold`` and a test folder.
     """
     if len(paths) != 1 or not paths[0].is_dir():
         got = f"{len(paths)} paths" if len(paths) != 1 else "a file" if paths[0].exists() else "a missing folder"
@@ -120,15 +124,18 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
     if len(names) < 2:
         outside = sum(p.suffix.lower() in SUFFIXES for p in root.iterdir())
         got = f"{plural(outside, 'video')} outside any class folder" if outside else "no videos"
+        got += "" if outside else advise_on_pictures(root)
         raise VideoError(f"--data {root}: {REMEDY}, got {f'one class, {names[0]}' if names else got}")
     if len(roots) == 2:
+        if fold:
+            raise VideoError(f"--fold {fold}: --data {root} has its own test videos in {roots[1].name}/; leave it out")
         held_out = np.array([part == test for _, part in found])
     else:
-        held_out = hold_out([p.relative_to(root).as_posix() for p, _ in found], parts)
+        held_out = hold_out([p.relative_to(root).as_posix() for p, _ in found], parts, fold)
     if held_out.all() or not held_out.any():
         raise VideoError(
-            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose another --parts, "
-            "or use train/CLASS and val/CLASS"
+            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose another --parts "
+            "or --fold, or use train/CLASS and val/CLASS"
         )
     trained = {name for name, is_test in zip(classes, held_out, strict=True) if not is_test}
     if len(roots) == 2 and (unseen := set(classes) - trained):
@@ -139,4 +146,4 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
     frames, lengths = decode_all(describe_files([p for p, _ in found]), size, cache)
     firsts = np.cumsum([0, *lengths[:-1]])
     labels = np.array([names.index(each) for each in classes])
-    return LabelledVideos(frames, firsts, np.array(lengths), labels, held_out, tuple(names))
+    return LabelledVideos(frames, firsts, np.array(lengths), labels, held_out, tuple(names), len(roots) == 2)

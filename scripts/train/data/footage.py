@@ -1,4 +1,4 @@
-"""Videos for generative training, with captions, class labels or no conditions."""
+"""Videos for generative training. They may have captions or class labels."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Films:
     lengths: list[int]
 
     def clips(self, span: int, segment: int, split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the first frames of all clips of ``span`` frames, the indices of their videos, and a held-out mask.
+        """Return the first frame and video of each clip of ``span`` frames, and whether the clip is held out.
 
-        As in :func:`.videos.segments`, videos are cut into segments of ``segment`` frames, with a gap between training
-        and held-out segments.
+        Videos are cut into segments of ``segment`` frames, with a gap between training and held-out segments, as in
+        :func:`.videos.segments`.
         """
         check_segments(self.lengths, segment, split.parts, split.fold, span, span)
         cut = segments(self.lengths, segment, split.parts, split.fold, span)
@@ -56,7 +56,7 @@ class Films:
 
 
 def find_films(path: Path, split: Split, condition: str) -> tuple[list[Path], Records]:
-    """Find the videos of a file or a folder, and return them with their records.
+    """Find the videos in a file or folder. Return their paths and records.
 
     The caption of NAME.mp4 is in NAME.txt. If there are no captions but several folders, each folder is a class.
     """
@@ -71,10 +71,10 @@ def sort_films(files: list[Path], sizes: Sizes) -> Buckets:
 
 
 def open_films(path: Path, sizes: Sizes, split: Split, condition: str) -> tuple[Films, Buckets, list[Tensor]]:
-    """Decode the videos of a file or a folder.
+    """Decode the videos in a file or folder.
 
     Returns:
-        the records and lengths of the videos, the buckets of all frames, and the frames of each bucket at the largest
+        the records and lengths of the videos, the buckets of all frames, and for each bucket the frames at the largest
         size, as uint8 (F, 3, height, width).
     """
     files, records = find_films(path, split, condition)

@@ -1,4 +1,4 @@
-"""Labelled images for training, from idx files (as in MNIST), class folders and timm datasets, or as streams."""
+"""Labelled images for training, from idx files (as in MNIST), class folders, timm datasets or streams."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ REMEDY = (
     "MNIST (train-images-idx3-ubyte, ..), or webdataset shards (.tar), or a Hugging Face dataset, or a table of "
     "classes with --label, or the root of a timm dataset with --dataset"
 )
-PARTS = 5  # one image in PARTS is held out if a folder has no test set
+PARTS = 5  # hold out one image in PARTS if a folder has no test set
 STREAM_PARTS = 20  # the same for streams
-MEMORY = 24 * 2**30  # bytes that decoded images may take
+MEMORY = 24 * 2**30  # maximum size of the decoded images in bytes
 
 
 class ImageError(typer.BadParameter):
@@ -57,7 +57,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Training images (in memory or as a stream), test images, the number of classes, and their names if known."""
+    """Training images (in memory or as a stream), test images, the number of classes, and the class names if known."""
 
     train: Images | LabelledStream
     test: Images
@@ -75,7 +75,7 @@ class Labelled:
 
     @property
     def labels(self) -> np.ndarray:
-        """Classes (N,) of the training images, followed by those of the test images."""
+        """Classes (N,) of the training images, followed by the classes of the test images."""
         train = self.train.labels.numpy() if isinstance(self.train, Images) else self.train.classes
         return np.concatenate([train, self.test.labels.numpy()])
 
@@ -84,7 +84,7 @@ class Labelled:
         return self.test.images.shape[1]
 
     def to(self, device: torch.device) -> Labelled:
-        """Move images that are in memory to the device. Streams move their images batch by batch."""
+        """Move images in memory to the device. Images from a stream are moved batch by batch instead."""
         train = self.train.to(device) if isinstance(self.train, Images) else self.train
         return replace(self, train=train, test=self.test.to(device))
 
@@ -94,11 +94,10 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
 
     Args:
         path: folder of images; see ``REMEDY``.
-        size: height and width after cropping to the central square and resizing. Images in idx files stay unchanged.
+        size: height and width after centre-cropping to a square and resizing. Images in idx files stay unchanged.
         dataset: name for ``timm.data.create_dataset``, such as "torch/cifar10", with ``path`` as its root. The dataset
             must already be downloaded.
-        limit: maximum number of training images and of test images. They are chosen randomly, but in the same way in
-            every call.
+        limit: maximum number of training images and of test images. Every call makes the same random choice.
 
     Raises:
         ImageError: if there are no images, an image can't be read, or images don't fit into memory.
@@ -121,7 +120,7 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
 
 
 def check_folder(path: Path) -> None:
-    """Raise an error that lists the supported layouts if a folder is missing."""
+    """If a folder is missing, raise an error that lists the supported layouts."""
     if not path.is_dir():
         raise ImageError(f"--data {path}: no such folder; {REMEDY}")
 
@@ -145,8 +144,8 @@ def _idx_file(folder: Path, name: str, needed: bool = True) -> list[Path]:
 def read_idx(path: Path) -> np.ndarray:
     """Read an idx file of bytes, gzipped or not (http://yann.lecun.com/exdb/mnist).
 
-    It contains two zeros, the type (8 for uint8), the number of axes, their sizes (as 32-bit big-endian integers), and
-    the data.
+    The file contains two zeros, the type (8 for uint8), the number of axes, the size of each axis (as a 32-bit
+    big-endian integer), and the data.
     """
     try:
         raw = path.read_bytes()
@@ -179,7 +178,7 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
 
 
 def list_folder(path: Path) -> tuple[FileSource, FileSource]:
-    """Return the training and test files, from train/CLASS and val/CLASS, or by splitting the files of CLASS."""
+    """Return the training and test files: those in train/CLASS and val/CLASS, or a random split of those in CLASS."""
     check_folder(path)
     tests = [path / name for name in TEST_FOLDERS if (path / name).is_dir()]
     roots = [path / "train", tests[0]] if (path / "train").is_dir() and tests else [path]
@@ -227,7 +226,7 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
     Args:
         path: class folders, shards or a Hugging Face dataset; see :func:`.streams.open_source`.
         size, limit: see :func:`load_images`.
-        label: field that contains the class. The default is .cls in shards, or the ClassLabel of a dataset.
+        label: field that contains the class. The default is .cls in shards, or the ClassLabel column of a dataset.
     """
     source, test = open_source(path) if is_stream(path) else list_folder(path)
     train, test, num_classes, classes = number_classes(*split_source(source, test, STREAM_PARTS), label or "label")
@@ -251,7 +250,7 @@ def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Im
 
 
 def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, size: int) -> Images:
-    """Return the labels and RGB squares of sample(0) to sample(num - 1), which return images or their files."""
+    """Return the labels and RGB squares of sample(0) to sample(num - 1). ``sample`` returns (image or path, label)."""
     if (needed := num * 3 * size**2) > MEMORY:
         raise ImageError(
             f"--data: {num:,} images of {size}×{size} take {needed / 2**30:.0f} GiB, more than the "
@@ -269,7 +268,7 @@ def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, 
 
 
 def read_square(source: Path | Image.Image, size: int) -> Tensor:
-    """Return the resized central square of an image, as uint8 (3, size, size)."""
+    """Centre-crop an image to a square, and resize it to uint8 (3, size, size)."""
     try:
         image = source if isinstance(source, Image.Image) else Image.open(source)
         image = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
@@ -282,7 +281,7 @@ def read_square(source: Path | Image.Image, size: int) -> Tensor:
 
 
 def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize uint8 images (B, C, H, W) to floats (B, C, *size) in [-1, 1], bilinearly with antialiasing."""
+    """Resize uint8 images (B, C, H, W) bilinearly with antialiasing, and return floats (B, C, *size) in [-1, 1]."""
     x = x.float()
     if tuple(x.shape[-2:]) != size:
         x = F.interpolate(x, size=size, mode="bilinear", antialias=True)
@@ -292,7 +291,7 @@ def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
 def shifted(x: Tensor, draws: np.ndarray, *, shift: int, flip: bool) -> Tensor:
     """Shift each image (B, C, H, W) by up to ``shift`` pixels in each direction, and mirror half of the images.
 
-    A random number per image (``draws``) determines both. Uncovered pixels are black.
+    ``draws`` contains one random number per image to determine shift and mirroring. Uncovered pixels are black.
     """
     height, width, ways = x.shape[-2], x.shape[-1], 2 * shift + 1
     mirrored, draws = draws % 2 == 1, draws // 2

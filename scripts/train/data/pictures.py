@@ -1,4 +1,4 @@
-"""Images for generative training, decoded on demand, with captions, class labels or no conditions."""
+"""Images for generative training, decoded on demand. They may have captions or class labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .streamed import open_streamed
 from .streams import hold_out, is_stream
 
 T = TypeVar("T")
-ARRAYS = {"images": ("images", "arr_0", "x"), "labels": ("labels", "arr_1", "y")}  # names in an .npz
+ARRAYS = {"images": ("images", "arr_0", "x"), "labels": ("labels", "arr_1", "y")}  # names of arrays in an .npz
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Pictures:
         records: names and conditions of the images.
         open: function that returns the RGB image with a given index.
         measure: function that returns the height and width of the image with a given index.
-        content: for a stream, hash of the description of its content.
+        content: for a stream, a hash that describes the content.
     """
 
     records: Records
@@ -46,14 +46,14 @@ class Pictures:
 
     @property
     def digest(self) -> int:
-        """Hash of the names, the captions or classes, and the content of a stream."""
+        """Hash of the names, of the captions or classes, and of a stream's content."""
         return zlib.crc32(repr((self.records.names, self.records.digest, self.content)).encode())
 
     def __len__(self) -> int:
         return len(self.records.names)
 
     def read(self, size: int | Shape, indices: Sequence[int] | np.ndarray | None = None) -> Tensor:
-        """Decode images (default: all), and crop them to their central part, as uint8 (N, 3, height, width).
+        """Decode and centre-crop images (default: all), as uint8 (N, 3, height, width).
 
         ``size`` is the height and width, or one number for both.
         """
@@ -91,15 +91,15 @@ def _choose(indices: np.ndarray, function: Callable[[int], T], index: int) -> T:
 def open_pictures(
     path: Path, split: Split, *, condition: str = "auto", without: str = "", label: str = ""
 ) -> Pictures:  # fmt: skip
-    """Open the images of a folder, a zip, an .npz, shards or a Hugging Face dataset.
+    """Open the images in a folder, a zip, an .npz, shards or a Hugging Face dataset.
 
     Args:
         path: images with captions (see ``REMEDY`` of :mod:`.captions`), CLASS/*.png, train/CLASS/*.png and
-            val/CLASS/*.png, idx files as in MNIST, an .npz with images (N, H, W[, 3]) and labels (N,), only images, or
-            a path for :func:`.streams.open_source`.
-        split: choice of the images.
+            val/CLASS/*.png, idx files as in MNIST, an .npz with images (N, H, W[, 3]) and labels (N,), images without
+            captions or labels, or a path for :func:`.streams.open_source`.
+        split: how many images to use, and which to hold out.
         condition: one of ``CONDITIONS``. "auto" uses captions if there are any, or else classes if there are any.
-        without: boolean field of the caption table. Rows in which it is true are left out.
+        without: boolean field of the caption table. Rows in which this field is true are left out.
         label: field of a table or a stream that contains the class.
 
     Raises:
@@ -120,7 +120,7 @@ def open_pictures(
 def load_classes(
     path: Path, size: int, *, label: str, parts: int = 5, without: str = "", limit: int | None = None
 ) -> Labelled:
-    """Load the images of a table into memory, with one of its fields as the class.
+    """Load the images listed in a table into memory. The field ``label`` is the class.
 
     An image is in the test set if a hash of its file name is 0 modulo ``parts``.
     """
@@ -167,7 +167,7 @@ def _read_file(
 
 def _classes(path: Path, images: list[str]) -> Records:
     parts = [PurePosixPath(name).parts for name in images]
-    while len({each[0] for each in parts}) == 1 and min(map(len, parts)) > 2:  # one folder contains all of them
+    while len({each[0] for each in parts}) == 1 and min(map(len, parts)) > 2:  # all paths start with the same folder
         parts = [each[1:] for each in parts]
     tests = None
     tops = {each[0] for each in parts}

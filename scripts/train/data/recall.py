@@ -1,10 +1,10 @@
-"""Clips of symbols with questions about the contents of earlier frames, generated from numbers.
+"""Clips of symbols with questions about the contents of earlier frames, generated from random numbers.
 
-A clip is a grid of F frames with H × W tokens each. In each frame, some tokens **write**, which means that they contain
-a key and a value. Others **ask** one of two kinds of questions, and the rest are blank:
+A clip is a grid of F frames with H × W tokens each. In each frame, some tokens **write**: they contain a key and a
+value. Other tokens **ask** a question. The remaining tokens are blank. There are two kinds of questions:
 
 - **by key**: the token contains a key, and the answer is the value that was last written with this key, in this frame
-  or an earlier one, at any place. A frame writes each key at most once.
+  or an earlier frame, at any place. A frame writes each key at most once.
 - **by place**: the token contains one of :data:`OFFSETS` (Δt, Δh, Δw), and the answer is the value written Δt frames
   earlier, Δh tokens further down and Δw tokens further right.
 
@@ -22,21 +22,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-OFFSETS = ((1, 0, 0), (3, 0, 0), (1, 0, -2), (2, 1, 0))  # three frames ago, two to the left in the previous frame, ..
+OFFSETS = ((1, 0, 0), (3, 0, 0), (1, 0, -2), (2, 1, 0))  # for example, one frame ago and two tokens to the left
 KINDS = ("by key", "by place")
 NO_ANSWER = -100  # the label that cross_entropy ignores
-DRAWS = 4  # random numbers per token: its role, its key, its value (or the key to ask for), its offset
+DRAWS = 4  # random numbers per token, for its role, its key, its value (or the key to ask for) and its offset
 
 
 @dataclass(frozen=True)
 class Symbols:
-    """Number of symbols, and number of tokens per frame that write or ask.
+    """Numbers of symbols, and numbers of tokens per frame that write or ask.
 
     Args:
         keys, values: number of different keys, and of different values.
         writes: number of tokens per frame that write, at most ``keys``.
-        questions: number of questions of each kind per frame. There are fewer questions by place if they have fewer
-            possible answers, and no questions by key before the first write.
+        questions: number of questions of each kind per frame. There are fewer questions by place if fewer tokens have
+            an answer, and no questions by key before the first write.
     """
 
     keys: int
@@ -50,7 +50,7 @@ class Symbols:
 
 
 class Clips(NamedTuple):
-    """Clips of symbols. All tensors are int64 (B, F, H, W), with -1 for none.
+    """Clips of symbols. All tensors are int64 (B, F, H, W). -1 means that a token has no such entry.
 
     Args:
         keys: key that each token writes or asks for.
@@ -78,14 +78,14 @@ def draw_clips(symbols: Symbols, size: tuple[int, int, int], draws: np.ndarray) 
     shape = len(draws), frames, height * width
     random = np.stack([np.random.default_rng(int(draw)).random((DRAWS, *shape[1:])) for draw in draws], axis=1)
     role, key, value, offset = random
-    order = role.argsort(-1).argsort(-1)  # (B, F, H W): the first ones of a frame write, the next ones ask by key
+    order = role.argsort(-1).argsort(-1)  # (B, F, H W): the first tokens of a frame write, the next ones ask by key
     writes = order < symbols.writes
     asks = (order >= symbols.writes) & (order < symbols.writes + symbols.questions)
     values = np.where(writes, (value * symbols.values).astype(np.int64), -1)
     keys = np.full(shape, -1)
     keys[writes] = _distinct(symbols, key, shape[:2])[(*np.nonzero(writes)[:2], order[writes])]
     latest = _latest(symbols, keys, values)
-    keys[asks] = _choose(latest[np.nonzero(asks)[:2]] >= 0, value[asks])  # value is otherwise unused here
+    keys[asks] = _choose(latest[np.nonzero(asks)[:2]] >= 0, value[asks])  # reuses the random number for the value
     answers = np.full(shape, -1)
     known = asks & (keys >= 0)
     answers[known] = latest[(*np.nonzero(known)[:2], keys[known])]
@@ -102,7 +102,7 @@ def draw_clips(symbols: Symbols, size: tuple[int, int, int], draws: np.ndarray) 
 
 
 def _distinct(symbols: Symbols, random: np.ndarray, frames: tuple[int, int]) -> np.ndarray:
-    """Choose different keys (B, F, writes) for the writes of each frame."""
+    """Choose distinct keys (B, F, writes) for the tokens that write in each frame."""
     seeds = random[..., : symbols.writes]
     keys = np.arange(symbols.keys)[None, None].repeat(frames[0], 0).repeat(frames[1], 1)
     for i in range(symbols.writes):  # the first steps of a Fisher-Yates shuffle
@@ -114,7 +114,7 @@ def _distinct(symbols: Symbols, random: np.ndarray, frames: tuple[int, int]) -> 
 
 
 def _latest(symbols: Symbols, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the value (B, F, K) of each key after each frame, or -1 if it has not been written yet."""
+    """Return the value (B, F, K) of each key after each frame, or -1 if the key has not been written yet."""
     latest = np.full((*keys.shape[:2], symbols.keys), -1)
     sample, frame, place = np.nonzero(values >= 0)
     latest[sample, frame, keys[sample, frame, place]] = values[sample, frame, place]
@@ -124,7 +124,7 @@ def _latest(symbols: Symbols, keys: np.ndarray, values: np.ndarray) -> np.ndarra
 
 
 def _targets(values: np.ndarray) -> np.ndarray:
-    """Return the answer (O, B, F, H, W) for each offset at each token, or -1 if nothing was written there."""
+    """Return the answers (O, B, F, H, W) for each offset and token, or -1 if nothing was written at that place."""
     found = np.full((len(OFFSETS), *values.shape), -1)
     for each, (t, h, w) in zip(found, OFFSETS, strict=True):
         shifts = (-t, h, w)
@@ -136,7 +136,7 @@ def _targets(values: np.ndarray) -> np.ndarray:
 
 
 def _choose(possible: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Choose a random possible column for each row (n, columns). Return its index, or -1 if there is none."""
+    """For each row of ``possible`` (n, columns), choose a random True column. Return its index, or -1 for none."""
     number = possible.sum(-1)
     wanted = (random * number).astype(np.int64)[:, None]
     return np.where(number > 0, (possible & (possible.cumsum(-1) == wanted + 1)).argmax(-1), -1)

@@ -1,4 +1,4 @@
-"""Names of samples, their captions or classes, and the choice of held-out samples."""
+"""Names, captions and classes of samples, and the choice of held-out samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from ...common.options import plural
 
 CONDITIONS = ("auto", "captions", "labels", "none")
 LISTED = 20  # largest number of classes to list
+FEW_OF_CLASS, FEW = 3, 10  # minimum numbers of test samples, per class and in total, for meaningful results
 
 
 @dataclass(frozen=True)
 class Split:
-    """Choice of at most ``limit`` samples, of which the ``fold``-th of ``parts`` parts is held out."""
+    """Choice of samples: at most ``limit`` are used, and the ``fold``-th of ``parts`` parts is held out."""
 
     parts: int
     fold: int = 0
@@ -28,20 +29,20 @@ class Split:
 
 
 def choose_subset(num: int, limit: int | None) -> np.ndarray:
-    """Return sorted indices of randomly chosen samples, with the same choice in every call."""
+    """Return the sorted indices of randomly chosen samples. Every call makes the same choice."""
     if limit is None or limit >= num:
         return np.arange(num)
     return np.sort(np.random.default_rng(0).permutation(num)[:limit])
 
 
 def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> str:
-    """Return how many samples of each class are held out for tests.
+    """Describe how many samples of each class are held out for tests.
 
     Args:
         noun: word for a sample, such as "image".
         held_out: mask (N,) of held-out samples.
         labels: class (N,) of each sample.
-        classes: names of the classes. If there are none or too many to list, only the total is returned.
+        classes: names of the classes. Without classes, or with too many to list, only the total is given.
     """
     text = f"Held out {held_out.sum()} of {plural(len(held_out), noun)} for tests"
     if not 0 < len(classes) <= LISTED:
@@ -50,16 +51,36 @@ def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, class
     return f"{text}: {', '.join(f'{name} {number}' for name, number in zip(classes, counts, strict=True))}"
 
 
+def describe_few(noun: str, held_out: np.ndarray, labels: np.ndarray, classes: Sequence[str], advice: str) -> str:
+    """Return a warning about classes with too few test samples, or "" if all classes have enough.
+
+    Args:
+        noun, held_out, labels, classes: see :func:`describe_held_out`.
+        advice: what to do about too few samples.
+    """
+    if not classes:
+        return ""
+    counts = np.bincount(labels[held_out], minlength=len(classes))
+    few = [name for name, count in zip(classes, counts, strict=True) if count < FEW_OF_CLASS]
+    if not few:
+        return ""
+    more = f" and {len(few) - 5} more" if len(few) > 5 else ""
+    return (
+        f"Classes with fewer than {FEW_OF_CLASS} test {noun}s: {', '.join(few[:5])}{more}. Their accuracy says little; "
+        f"{advice}"
+    )
+
+
 @dataclass(frozen=True)
 class Records:
-    """Names of samples, and their captions or classes.
+    """Names of samples, and the captions or classes of these samples.
 
     Args:
         names: unique name of each sample.
         captions: caption of each sample, or None if there are none.
         labels: class of each sample, int64 (N,), or None if there are no classes.
         classes: names of the classes.
-        tests: mask (N,) of the samples in the data's test set, if it has one.
+        tests: mask (N,) of the samples in the data's test set, or None if there is no test set.
     """
 
     names: list[str]
@@ -69,7 +90,7 @@ class Records:
     tests: np.ndarray | None = None
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Records:
-        """Return the records of some samples."""
+        """Return the records of the given samples."""
         return replace(
             self,
             names=[self.names[i] for i in indices],
@@ -79,7 +100,7 @@ class Records:
         )
 
     def with_condition(self, condition: str, path: Path) -> Records:
-        """Return the records with only the given one of ``CONDITIONS``, or unchanged for "auto"."""
+        """Keep only the captions or classes, as ``condition`` (one of ``CONDITIONS``) selects. "auto" keeps both."""
         if condition == "auto":
             return self
         if condition != "none" and getattr(self, condition) is None:
@@ -89,12 +110,12 @@ class Records:
         return replace(self, captions=captions, labels=labels, classes=classes)
 
     def held_out(self, path: Path, split: Split) -> np.ndarray:
-        """Return a mask (N,) of the held-out samples. If the data has a test set, these are its samples.
+        """Return a mask (N,) of the held-out samples. If the data has a test set, its samples are held out.
 
         Otherwise, a sample is held out if a hash of its caption (or of its name, if there are no captions) is ``fold``
-        modulo ``parts``. Equal captions stay together. Equal images with different captions may not, nor may captions
-        that only differ after the maximum text length. If a small dataset has no such sample, the sample with the
-        smallest hash is held out.
+        modulo ``parts``. Samples with equal captions are never separated. Equal images with different captions may be
+        separated, and so may captions that only differ after the maximum text length. If no sample of a small dataset
+        meets this condition, the sample with the smallest hash is held out.
 
         Raises:
             typer.BadParameter: if all samples are held out, or the data's test set is empty.
@@ -111,7 +132,7 @@ class Records:
             different = f"{len(set(keys))} different {'names' if self.captions is None else 'captions'}"
             raise typer.BadParameter(
                 f"--data {path}: expected training samples and held-out samples, got {(~found).sum()} and "
-                f"{found.sum()} of {len(keys)} with {different}; add samples, or choose other --parts and --fold"
+                f"{found.sum()} ({different}); add samples, or choose other --parts and --fold"
             )
         return found
 
@@ -137,5 +158,5 @@ class Records:
 
 
 def _mix(name: bytes) -> int:
-    """Return a hash of a name. A plain CRC is linear, so numbered names could all have the same last bits."""
+    """Return a hash of a name. A plain CRC is linear, so hashes of numbered names could all end in the same bits."""
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")

@@ -1,4 +1,4 @@
-"""Data for generative training, with its common options."""
+"""Data for generative training, and the options that all generative tasks share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..order import Steps
 from .buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
-from .records import CONDITIONS, Records, Split, choose_subset, describe_held_out
+from .records import CONDITIONS, FEW, Records, Split, choose_subset, describe_held_out
 from .streams import is_stream
 from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Values, hash_data, load_pixels
 
@@ -28,7 +28,11 @@ class GenerativeTraining(Training):
     """Options for training on images or videos."""
 
     data: Path = field(
-        metadata=describe("Images (a folder, a zip, an .npz, or idx files), or videos (a file or a folder).", free=True)
+        metadata=describe(
+            "Images (a folder, a zip, an .npz, or idx files), shards (.tar), a Hugging Face dataset (hf:OWNER/NAME), "
+            "or videos (a file or a folder).",
+            free=True,
+        )
     )
     condition: str = option(
         "auto", "Conditions: captions, labels, none, or auto (captions or labels if the data has them)."
@@ -36,7 +40,7 @@ class GenerativeTraining(Training):
     without: str = option("", "Boolean field of the caption table; rows where it is true are left out.")
     limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
     label: str = option("", "Field that holds the class, in .json files of shards or in a Hugging Face dataset.")
-    parts: int = option(20, "Hold out one in this many images or video segments.", least=1)
+    parts: int = option(20, "Number of parts of the images or video segments, of which one is held out.", least=1)
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     flip: bool = option(False, "Flip half of the training images horizontally.")
     size: int = option(32, "Height and width in training, in pixels.", least=1)
@@ -72,12 +76,12 @@ class Source:
     """Samples of a training run.
 
     Args:
-        values: values that the model learns to generate.
+        values: pixels or latents that the model learns to generate.
         condition: condition of each sample.
         train, held_out: indices of the training and held-out samples.
         digest: hash of the data.
         latents: content of latents.json if the values are latents, or None.
-        num_train_sizes: number of training sizes, which come first in the sizes of the values.
+        num_train_sizes: number of training sizes. These are the first sizes of ``values``.
     """
 
     values: Values
@@ -94,12 +98,12 @@ class Source:
         return self.values.sizes[: self.num_train_sizes]
 
     def order(self, batch: int, seed: int) -> Steps:
-        """Return the steps for :meth:`train_batch`, in each of which all samples have the same size and bucket."""
+        """Return the steps for :meth:`train_batch`. Within a step, all samples have the same size and bucket."""
         buckets = Buckets({size: [] for size in self.train_sizes}, self.values.buckets(self.train))
         return buckets.order(batch, seed)
 
     def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
-        """Return the values and conditions of training samples. Numbers from ``len(train)`` on mean the next size."""
+        """Return the values and conditions of training samples. Numbers from ``len(train)`` on select the next size."""
         turn = int(numbers[0]) // len(self.train)
         return self.batch(self.train[numbers % len(self.train)], self.train_sizes[turn], draws)
 
@@ -109,12 +113,19 @@ class Source:
         return isinstance(self.values, Decoded)
 
     def describe_held_out(self) -> str:
-        """Describe how many samples are held out, by class if they have classes."""
+        """Describe how many samples are held out, by class if there are classes, and warn if they are too few."""
         numbers = np.concatenate([self.train, self.held_out])
         held_out = np.arange(len(numbers)) >= len(self.train)
+        labels, classes = np.zeros_like(numbers), ()
         if isinstance(self.condition, Labels):
-            return describe_held_out("sample", held_out, self.condition.labels[numbers], self.condition.classes)
-        return describe_held_out("sample", held_out, np.zeros_like(numbers), ())
+            labels, classes = self.condition.labels[numbers], self.condition.classes
+        text = describe_held_out("sample", held_out, labels, classes)
+        if len(self.held_out) >= FEW:
+            return text
+        return (
+            f"{text}\nWith fewer than {FEW} test samples, the held-out loss says little; pass a smaller --parts, or "
+            "add samples to the test part of --data if it has one"
+        )
 
     def check_batch(self, batch: int) -> None:
         """Raise an error if a batch is larger than the training set."""
@@ -124,7 +135,7 @@ class Source:
             )
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> tuple[Tensor, Any]:
-        """Return the values and conditions of some samples; see :meth:`.values.Values.batch`."""
+        """Return the values and conditions of the given samples; see :meth:`.values.Values.batch`."""
         return self.values.batch(indices, size, draws), self.condition.inputs(indices, self.values.device)
 
     def names(self, indices: np.ndarray) -> list[str]:
@@ -134,7 +145,7 @@ class Source:
 
 
 class Encoding(NamedTuple):
-    """Encoders of the conditions.
+    """Encoders for the conditions.
 
     Args:
         size: size of the caption encoder. Class embeddings have the same width.
@@ -146,7 +157,7 @@ class Encoding(NamedTuple):
 
 
 def make_condition(records: Records, encoding: Encoding) -> Condition:
-    """Return the condition for records with captions, with labels, or without either."""
+    """Return the condition for records with captions, with labels, or with neither."""
     size, features = encoding
     if features is not None:
         if records.captions is None:
@@ -171,7 +182,7 @@ def load_source(
 
     Args:
         sizes: sizes of the images.
-        encoding: encoders of the conditions.
+        encoding: encoders for the conditions.
 
     Raises:
         typer.BadParameter: if the data can't be used.

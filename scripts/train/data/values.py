@@ -1,4 +1,4 @@
-"""Values that a diffusion model learns to generate: pixels, latents, or clips of either."""
+"""Values that a diffusion model learns to generate: pixels, latents, or clips of pixels or latents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT = 2  # format version of latents folders
 
 
 class Values(Protocol):
-    """Interface of the values.
+    """Interface for the values of a data set.
 
     Attributes:
         sizes: training sizes, possibly followed by a larger test size. A size is the square root of height · width, in
@@ -49,19 +49,20 @@ class Values(Protocol):
         ...
 
     def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
-        """Return the shape ([frames,] height, width) of a bucket's samples at a size."""
+        """Return the shape ([frames,] height, width) of the samples in a bucket at a size."""
         ...
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
         """Return samples of one bucket as float32 (B, channels, [frames,] height, width).
 
-        The random numbers ``draws`` (B,) determine the augmentation. None disables it, and uses the mean of latents.
+        The random numbers ``draws`` (B,) determine the augmentation. None disables augmentation, and selects the mean
+        of latents.
         """
         ...
 
 
 def mirrored(draws: np.ndarray) -> np.ndarray:
-    """Return a mask of the samples to mirror, based on their random numbers."""
+    """Return a mask of the samples to mirror, based on the random numbers ``draws``."""
     return draws % 2 == 1
 
 
@@ -75,10 +76,10 @@ def resize(images: Tensor, shape: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Pixels:
-    """Images of one shape in memory.
+    """Images in memory that all have the same shape.
 
     Args:
-        images: uint8 images (N, 3, height, width) for each size, on the device.
+        images: for each size, uint8 images (N, 3, height, width) on the device.
         flip: whether to mirror half of the training samples.
     """
 
@@ -117,7 +118,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class BucketedPixels:
-    """Images of several shapes in memory. ``parts`` contains the images of each bucket."""
+    """Images in memory with several shapes. ``parts`` contains the images of each bucket."""
 
     parts: list[Pixels]
     assignment: Buckets
@@ -191,17 +192,17 @@ class Decoded:
 
 
 def array_name(name: str, size: int, bucket: int, is_bucketed: bool) -> str:
-    """Return the file name of a bucket's latents at a size."""
+    """Return the name of the file with the latents of a bucket at a size."""
     return f"{name}-{size}-{bucket}.npy" if is_bucketed else f"{name}.npy"
 
 
 def read_records(path: Path) -> Records:
-    """Read the records of a folder of latents, for images or videos."""
+    """Read the records of the images or videos in a folder of latents."""
     return Records.from_json(read_json(path / RECORDS))
 
 
 class Latents:
-    """Memory-mapped latents that ``train latents`` wrote.
+    """Memory-mapped latents written by ``train latents``.
 
     Args:
         path: folder of the latents.
@@ -212,7 +213,7 @@ class Latents:
         about: content of latents.json.
         records: records of the images or videos.
         lengths: number of frames of each video, or None for images.
-        assignment: buckets of the images or frames, with shapes in pixels.
+        assignment: buckets of the images or frames. Their shapes are in pixels.
 
     Raises:
         typer.BadParameter: for a damaged folder, or --flip without mirrored latents.
@@ -221,7 +222,7 @@ class Latents:
     def __init__(self, path: Path, flip: bool, device: torch.device) -> None:
         self.about: dict[str, Any] = read_json(path / LATENTS)
         if self.about.get("format") != FORMAT:
-            raise typer.BadParameter(f"--data {path}: written by another version; run `train latents` again")
+            raise typer.BadParameter(f"--data {path}: was written by another version; run `train latents` again")
         if flip and not self.about["flip"]:
             raise typer.BadParameter(f"--flip: {path} has no mirrored latents; run `train latents` with --flip")
         self.path, self.flip, self._device = path, flip, device
@@ -249,7 +250,7 @@ class Latents:
             ) from error
 
     def _array(self, file: str, bucket: int, shape: Shape) -> np.ndarray:
-        """Map an array (N, 1 or 2 views, C, h, w) of a bucket into memory."""
+        """Memory-map the array (N, 1 or 2 views, C, h, w) of a bucket."""
         factor, number = self.about["factor"], int((self.assignment.of == bucket).sum())
         found = self._load(file)
         wanted = (number, 1 + self.about["flip"], self.about["channels"], *(n // factor for n in shape))
@@ -284,7 +285,7 @@ class Latents:
             views = mirrored(draws).astype(np.int64)
         x = sent(mean[rows, views], self.device).float()
         if deviations and draws is not None:
-            # The seed is the first draw, so that threads that prepare batches ahead need no state.
+            # The first draw is the seed, so that threads that prepare batches ahead need no shared state.
             generator = torch.Generator(self.device).manual_seed(int(draws[0]))
             noise = torch.randn(x.shape, generator=generator, device=self.device)
             x = x + sent(deviations[0][rows, views], self.device).float() * noise
@@ -293,7 +294,7 @@ class Latents:
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips with ``length`` frames each, made from every ``every``-th frame from one of ``starts`` on."""
+    """Clips of ``length`` frames. A clip takes every ``every``-th frame, beginning at one of ``starts``."""
 
     frames: Pixels | BucketedPixels | Latents
     starts: np.ndarray
@@ -320,7 +321,7 @@ class Clips:
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
         frames = self.starts[indices][:, None] + self.every * np.arange(self.length)
-        repeated = None if draws is None else draws.repeat(self.length)  # a clip is mirrored as a whole
+        repeated = None if draws is None else draws.repeat(self.length)  # mirror all frames of a clip or none
         x = self.frames.batch(frames.ravel(), size, repeated)
         return x.unflatten(0, frames.shape).transpose(1, 2).contiguous()
 

@@ -1,6 +1,6 @@
-"""Videos for training, as small frames in memory that are cut into segments, with labels from the frames' order.
+"""Videos for training. Small frames are kept in memory and cut into segments, and labels describe the order of frames.
 
-Training and test clips come from different segments with a gap between them, so no frame is in both.
+Training and test clips come from different segments with gaps between the segments, so they share no frames.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torch.nn import functional as F
 
 from ...common.cache import digest_file, kept
 from ...common.devices import sent
+from .captions import SUFFIXES as IMAGES
 
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
-# Some other FFmpeg demuxers (concat, hls, dash, ..) also read any file or URL that the opened file names.
+# Some other FFmpeg demuxers (concat, hls, dash, ..) also read any file or URL to which the opened file refers.
 OPENED_AS = {
     "format_whitelist": "avi,asf,flv,gif,matroska,mov,mp4,mpeg,mpegts,nut,ogg,webm",
     "protocol_whitelist": "file",
@@ -37,11 +38,11 @@ LAYOUT = 1  # version of cached frames; change it if decode returns different fr
 
 
 class VideoError(typer.BadParameter):
-    """Error for a video that can't be read, or for too little footage."""
+    """Error for a video that can't be read, or for videos that are too short."""
 
 
 def find_videos(paths: Sequence[Path]) -> list[Path]:
-    """Return the video files among the paths and in their folders, in the order of their names."""
+    """Return the video files in ``paths``, and those in folders in ``paths``, sorted by name."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -50,16 +51,30 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
             )
         inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not inside:
-            raise VideoError(f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none")
+            raise VideoError(
+                f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none"
+                f"{advise_on_pictures(path)}"
+            )
         found += inside
     again = {p.resolve() for p in found if [q.resolve() for q in found].count(p.resolve()) > 1}
-    if again:  # the same frames would be in the training and the test clips
+    if again:  # otherwise, training and test clips could contain the same frames
         raise VideoError(
             f"--data: expected each video once, got {', '.join(p.name for p in sorted(again))} more than once"
         )
     if not found:
         raise VideoError("--data: expected video files or folders, got none")
     return found
+
+
+def advise_on_pictures(folder: Path) -> str:
+    """Return advice on training on frames stored as pictures, to append to an error, or "" if there are no pictures."""
+    first = next((path for path in sorted(folder.rglob("*")) if path.suffix.lower() in IMAGES), None)
+    if first is None:
+        return ""
+    return (
+        f"; pictures such as {first.relative_to(folder)} are not read as frames: make a video of each folder of "
+        "frames, for example with ffmpeg -i %03d.png clip.mp4"
+    )
 
 
 def decoder(name: str | None = None) -> str:
@@ -69,13 +84,13 @@ def decoder(name: str | None = None) -> str:
         if importlib.util.find_spec(DECODERS[each]):
             return each
     raise VideoError(
-        f"PyAV or OpenCV is needed to decode videos, found neither ({', '.join(names)}): pip install av, or, for all "
-        "commands, pip install 'lrpe-md[scripts]'"
+        f"no video decoder is installed ({', '.join(names)}); run pip install av, or pip install "
+        "'lrpe-md[scripts]' for all commands"
     )
 
 
 def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) -> Tensor:
-    """Decode all frames of a file, cropped to their central part, as RGB in uint8 (F, 3, height, width).
+    """Decode and centre-crop all frames of a file, as RGB in uint8 (F, 3, height, width).
 
     ``size`` is the height and width, or one number for both.
     """
@@ -85,7 +100,7 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
     squares = [_crop(frame, shape) for frame in frames]
     if not squares:
         raise VideoError(f"{path}: no frame could be decoded; check that it is a complete video (ffprobe {path.name})")
-    if len(squares) < 0.95 * expected - 1:  # videos cut without re-encoding lose a few frames at the ends
+    if len(squares) < 0.95 * expected - 1:  # videos that were cut without re-encoding lack a few frames at the ends
         raise VideoError(
             f"{path}: only {len(squares)} of {expected:.0f} frames could be decoded; the file is damaged: leave it out "
             "or re-encode it"
@@ -94,7 +109,7 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
 
 
 def measure(path: Path) -> tuple[int, int]:
-    """Return the height and width of a file's frames."""
+    """Return the height and width of the frames in a file."""
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder()](path, None)
     next(frames)
     for frame in frames:
@@ -103,7 +118,7 @@ def measure(path: Path) -> tuple[int, int]:
 
 
 def _scaled(height: int, width: int, shape: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the smallest size with the same proportions that covers a shape. None keeps the size."""
+    """Return the smallest size with the same aspect ratio that covers a shape. None keeps the size."""
     if shape is None:
         return height, width
     factor = max(shape[0] / height, shape[1] / width)
@@ -116,7 +131,7 @@ def _crop(frame: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
-    """Yield the number of frames according to the file's header (0 if unknown), and then the frames."""
+    """Yield the number of frames given in the file's header (0 if unknown), and then the frames."""
     import av  # pyright: ignore[reportMissingImports]
     from av.error import FFmpegError  # pyright: ignore[reportMissingImports]
 
@@ -137,7 +152,7 @@ def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
 
 
 def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
-    """Yield the same as :func:`_pyav`, decoded with OpenCV."""
+    """Like :func:`_pyav`, but decode with OpenCV."""
     import cv2  # pyright: ignore[reportMissingImports]
 
     before = os.environ.get("OPENCV_FFMPEG_CAPTURE_OPTIONS")
@@ -183,12 +198,12 @@ class Footage:
         return zlib.crc32(repr(self.segments).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
 
     def starts(self, span: int, *, held_out: bool) -> np.ndarray:
-        """Return the first frames of all clips of ``span`` frames that lie within a segment."""
+        """Return the start frame of every clip of ``span`` frames that lies within a segment."""
         parts = [np.arange(s.start, s.stop - span + 1) for s in self.segments if s.held_out == held_out]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def clips(self, starts: Tensor, frames: int, every: int, size: int) -> Tensor:
-        """Return the clips from ``starts`` (B,) on, as floats (B, 3, frames, size, size) in [-1, 1]."""
+        """Return the clips that begin at ``starts`` (B,), as floats (B, 3, frames, size, size) in [-1, 1]."""
         index = starts[:, None] + every * torch.arange(frames, device=starts.device)
         x = self.frames[index.flatten().to(self.frames.device)].float()
         if x.shape[-1] != size:
@@ -199,12 +214,12 @@ class Footage:
 def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: int) -> tuple[Segment, ...]:
     """Cut videos into segments. Every ``parts``-th segment is held out, starting with the ``fold``-th.
 
-    Training segments end ``gap`` frames before a held-out one, and start again ``gap`` frames after it.
+    Training segments end ``gap`` frames before a held-out segment, and start again ``gap`` frames after it.
     """
     found, first, number = [], 0, 0
     for length in lengths:
         whole = max(length // segment, 1)
-        ends = [first + min(i * segment, length) for i in range(whole)] + [first + length]  # the last one gets the rest
+        ends = [first + min(i * segment, length) for i in range(whole)] + [first + length]  # the last gets the rest
         held_out = [(number + i) % parts == fold for i in range(whole)]
         for i in range(whole):
             start, stop = ends[i], ends[i + 1]
@@ -225,7 +240,7 @@ def check_segments(lengths: Sequence[int], segment: int, parts: int, fold: int, 
         span: number of frames in a training clip.
 
     Raises:
-        VideoError: for such videos, with the nearest possible --segment if there is one.
+        VideoError: for such videos. The message suggests the nearest valid --segment if there is one.
     """
 
     def works(segment: int) -> bool:
@@ -241,8 +256,8 @@ def check_segments(lengths: Sequence[int], segment: int, parts: int, fold: int, 
     found = next(itertools.chain(shorter, longer), None)
     remedy = "pass fewer --frames or a smaller --every, or add videos" if found is None else f"pass --segment {found}"
     raise VideoError(
-        f"--data: expected a training clip of {span} frames and a held-out clip of {gap}, in different segments, got "
-        f"videos of at most {longest} frames, cut into segments of {segment}; {remedy}"
+        f"--data: no training clip of {span} frames, or no held-out clip of {gap} frames, fits into a segment of "
+        f"{segment} frames; the longest video has {longest} frames; {remedy}"
     )
 
 
@@ -255,7 +270,7 @@ def describe_files(paths: Sequence[Path]) -> tuple[tuple[Path, int, int], ...]:
 def decode_all(
     videos: tuple[tuple[Path, int, int], ...], size: int, cache: Path | None
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
-    """Return all decoded frames and each video's number of frames. The result is cached until a file changes.
+    """Return all decoded frames, and the number of frames per video. The result is cached until a file changes.
 
     ``videos`` is a result of :func:`describe_files`.
     """
@@ -294,38 +309,48 @@ def load_footage(
 
 @dataclass(frozen=True)
 class Task:
-    """Task of predicting the order of a clip's frames.
+    """Task in which the model predicts the order of a clip's frames.
 
     Args:
-        num_classes: number of labels.
-        order: function (label, frames) that returns the order of the clip's frames.
+        classes: name of each label.
+        order: function (label, frames) that returns the indices of the clip's frames in their new order.
         multiple: divisor of the number of frames.
         source: description and reference, for the help text.
     """
 
-    num_classes: int
+    classes: tuple[str, ...]
     order: Callable[[int, int], list[int]]
     multiple: int
     source: str
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
 
 
 def _arrow(label: int, frames: int) -> list[int]:
     return list(range(frames))[:: -1 if label else 1]
 
 
-def _pieces(label: int, frames: int, pieces: int = 4) -> list[int]:
-    permutation = list(itertools.permutations(range(pieces)))[label]
-    return np.arange(frames).reshape(pieces, -1)[list(permutation)].ravel().tolist()
+def _chunks(label: int, frames: int) -> list[int]:
+    return np.arange(frames).reshape(4, -1)[list(PERMUTATIONS[label])].ravel().tolist()
 
 
+PERMUTATIONS = tuple(itertools.permutations(range(4)))  # of the chunks of a clip
 TASKS = {
-    "arrow": Task(2, _arrow, 1, "forwards or backwards? Wei et al., Learning and Using the Arrow of Time, CVPR 2018"),
-    "order": Task(24, _pieces, 4, "the order of four chunks? after Xu et al., Video Clip Order Prediction, CVPR 2019"),
-}
+    "arrow": Task(
+        ("forwards", "backwards"), _arrow, 1,
+        "forwards or backwards? Wei et al., Learning and Using the Arrow of Time, CVPR 2018",
+    ),
+    "order": Task(
+        tuple(",".join(str(1 + i) for i in permutation) for permutation in PERMUTATIONS), _chunks, 4,
+        "the order of four chunks? after Xu et al., Video Clip Order Prediction, CVPR 2019",
+    ),
+}  # fmt: skip
 
 
 def ordered(x: Tensor, labels: Tensor, task: Task) -> Tensor:
-    """Put the frames of clips (B, 3, T, ...) in the orders that their labels define."""
+    """Reorder the frames of each clip in x (B, 3, T, ...) as specified by the clip's label."""
     table = sent(np.array([task.order(label, x.shape[2]) for label in range(task.num_classes)]), x.device)
     index = table[labels.to(x.device)]
     return x[torch.arange(len(x), device=x.device)[:, None], :, index].transpose(1, 2)

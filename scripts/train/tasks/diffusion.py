@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
 The command writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the
-run's folder. Run it again to resume an interrupted run. Use `lrpe-md train sample` to draw your own prompts or classes.
-To get emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with file_name and
-text next to its folder img/google/64.
+run's folder. Run it again to resume an interrupted run. Use `lrpe-md train sample` to sample your own prompts or
+classes. To get emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with
+file_name and text next to the folder img/google/64 in the package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose, in_shell_terms
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import MODEL, OPTIMISER, RUN, check_ignored, check_model_options, check_width, describe, option
+from ..config import (
+    MODEL,
+    OPTIMISER,
+    RUN,
+    changed,
+    check_ignored,
+    check_model_options,
+    check_width,
+    describe,
+    option,
+)
 from ..data.buckets import MAX_RATIO, MIX_SIZES, Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
@@ -60,12 +70,12 @@ class DiffusionTraining(GenerativeTraining):
     backbone: ClassVar[Backbone] = CAPTIONED
     data: Path = field(
         metadata=describe(
-            "Images (a folder, a zip, an .npz, or idx files), videos (a file or a folder), or the output folder of "
-            "`train latents`.",
+            "Images (a folder, a zip, an .npz, or idx files), shards (.tar), a Hugging Face dataset (hf:OWNER/NAME), "
+            "videos (a file or a folder), or the output folder of `train latents`.",
             free=True,
         )
     )
-    steps: int = option(2500, "Optimiser steps.", least=1)
+    steps: int = changed("steps", 2500)
     size: int = option(32, "Height and width in training, in pixels; latents have a fixed size.", least=1)
     mix_sizes: str = option("", f"{MIX_SIZES} Latents keep their own sizes.")
     max_ratio: float = option(1.0, f"{MAX_RATIO} Latents keep their own sizes.", least=1)
@@ -106,7 +116,9 @@ class DiffusionTraining(GenerativeTraining):
     checkpointing: bool = option(
         False, "Recompute the blocks in the backward pass, to save memory.", free=True, panel=MODEL
     )
-    text_dim: int = option(256, "Width of the text encoder or of class embeddings.", least=1)
+    text_dim: int = option(
+        256, "Width of the text encoder (a multiple of 2 × --heads) or of class embeddings.", least=1
+    )
     text_depth: int = option(3, "Number of blocks of the text encoder.", least=1)
     text_length: int = option(64, "Maximum length of a caption, in bytes.", least=1)
     drop_text: float = option(
@@ -122,7 +134,7 @@ class DiffusionTraining(GenerativeTraining):
     samples: int = option(12, "Number of held-out conditions to sample.", free=True, least=1, panel=RUN)
     sample_every: int = option(
         0,
-        "Number of steps between two sheets of samples; 0 only draws one at the end.",
+        "Number of steps between two sheets of samples; 0 draws one only at the end.",
         free=True,
         least=0,
         off=True,
@@ -150,7 +162,7 @@ class DiffusionTraining(GenerativeTraining):
         choose("--sampler", [self.sampler], SAMPLERS)
         check_width("--dim", self.dim, self.heads, 2)
         self._check_sizes()
-        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # there is no text yet
+        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # before text is loaded
 
     def _check_sizes(self) -> None:
         if self.latents is None:
@@ -190,7 +202,7 @@ class DiffusionTraining(GenerativeTraining):
 
     @cached_property
     def latents(self) -> dict[str, Any] | None:
-        """Content of latents.json, or None for other data."""
+        """Content of latents.json, or None if the data is not latents."""
         return read_json(self.data / LATENTS) if (self.data / LATENTS).is_file() else None
 
     @cached_property
@@ -209,7 +221,7 @@ class DiffusionTraining(GenerativeTraining):
 
 
 def size_of(name: str) -> dict[str, int]:
-    """Return the options for a published size."""
+    """Return the options that define a published size."""
     size, _, patch = name.partition("/")
     choose("--model", [size], SIZES)
     if not patch.isdecimal() or not int(patch):
@@ -229,7 +241,7 @@ def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
 
 
 def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
-    """Build the model for a data source. None means captioned images."""
+    """Build the model for a data source. Without a source, build it for captioned images."""
     if source is None:
         encoder = build_encoder(Captions((), config.text_encoder).settings)
     else:
@@ -251,13 +263,13 @@ def open_source(config: DiffusionTraining, device: torch.device) -> Source:
 
 
 def batch(config: DiffusionTraining, source: Source, indices: np.ndarray, draws: np.ndarray) -> tuple[Any, ...]:
-    """Return values, conditions, and a mask of the samples that lose their condition."""
+    """Return values, conditions, and a mask of the samples whose condition is dropped."""
     x, text = source.train_batch(indices, draws)
     return x, text, None if text is None else sent(draws / 2**63 < config.drop_text, source.values.device)
 
 
 def patches(config: DiffusionTraining) -> int:
-    """Return the number of patches in a step, at the first size."""
+    """Return the number of patches in a step at the first training size."""
     side = config.size if config.latents is None else int(next(iter(config.latents["shapes"])))
     side //= 1 if config.latents is None else config.latents["factor"]
     frames = config.frames if config.num_axes == 3 else 1
@@ -282,7 +294,8 @@ def make_evaluation(
 def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     decoder = None if config.latents is None else open_decoder(config.latents, config.vae, device)
     source = open_source(config, device)
-    source.check_batch(config.batch)  # before anything is written
+    if config.is_new:
+        source.check_batch(config.batch)  # check before anything is written
     if PartialState().is_main_process:
         typer.echo(source.describe_held_out(), err=True)
     if isinstance(source.condition, Captions) and PartialState().is_main_process:
@@ -322,7 +335,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     def after_step(trainer: Trainer) -> bool:
         if not config.sample_every or trainer.step % config.sample_every:
             return False
-        if trainer.step < config.save_every:  # a folder with files but no checkpoint could not be resumed
+        if trainer.step < config.save_every:  # a run whose folder contains files but no checkpoint can't be resumed
             trainer.save()
         trainer.averaged.eval()
         show(config, evaluation, trainer, f"samples-{trainer.step:07}")
@@ -339,16 +352,16 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
 
 
 def allow_sampling(config: DiffusionTraining, trainer: Trainer) -> None:
-    """Allow sampling to call methods of a sharded model other than ``forward``."""
+    """Allow sampling to call a sharded model's methods other than ``forward``."""
     if config.sharding == "fsdp":
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        for name in {"encode_text", "empty_text"} - vars(trainer.averaged).keys():  # those not registered yet
+        for name in {"encode_text", "empty_text"} - vars(trainer.averaged).keys():  # not registered yet
             register_fsdp_forward_method(trainer.averaged, name)
 
 
 def show(config: DiffusionTraining, evaluation: Evaluation, trainer: Trainer, name: str) -> None:
-    """Write samples to NAME.npz and NAME.png, in the first process."""
+    """In the first process, write samples to NAME.npz and NAME.png."""
     allow_sampling(config, trainer)
     captions, columns = evaluation.draw(
         trainer.averaged, config.sampling, config.samples, trainer.accelerator.autocast

