@@ -367,7 +367,7 @@ def test_every_activation_is_listed():
     features = (DOCS / "features.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| activations before the map \| (.*) \|$", features, re.M)
     assert tuple(each.split()[0] for each in row.split(", ")) == tuple(ACTIVATIONS)
-    (argument,) = re.findall(r"^ *act: activation of all tokens.*$", lrpe_md.cosine.__doc__ or "", re.M)
+    (argument,) = re.findall(r"^ *act: (.*?)^ *dim: ", lrpe_md.cosine.__doc__ or "", re.M | re.S)
     assert tuple(re.findall(r'"(\w+)"', argument)) == tuple(ACTIVATIONS)
 
 
