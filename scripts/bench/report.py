@@ -236,7 +236,7 @@ def host_tests(file: Path) -> str:
         adapted=rows.of_adapted_models.sum(),
     )  # fmt: skip
     of = [
-        f"{library} {installed} with the tests of {tests.replace('(', f'({library} commit ')}"
+        f"{library} {installed} with the tests of {str(tests).replace('(', f'({library} commit ')}"
         for library, installed, tests in dict.fromkeys(zip(rows.library, rows.installed, rows.tests, strict=True))
     ]
     head = [
