@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers.mlp import SwiGLU
@@ -30,11 +30,12 @@ from lrpe_md.integrations.run_time import set_scaling
 from lrpe_md.modules.linear import Memory, attend_with
 from lrpe_md.presets.registry import find_scheme
 from lrpe_md.presets.scheme import Preset, Scaling, Scheme, rotated_part
+from lrpe_md.reference import ACTIVATIONS, Act
 
 __all__ = ["Cache", "CausalLm", "LmConfig", "Scaling", "check_room", "check_tokens"]
 
 ENCODINGS = ("rotate", "cosine", "none")
-ACTS = ("none", "relu", "sigmoid", "silu", "softplus")
+ACTS = tuple(name for name, entry in ACTIVATIONS.items() if not entry.dims)  # elementwise
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class LmConfig:
         encoding: map of q and k, "rotate", "cosine", or "none" for no positions. You can also pass a scheme with one
             axis, as a name from :func:`lrpe_md.list_presets`, a Scheme or a Preset. act, phase, learnable and base
             override the scheme if they differ from their defaults.
-        act: activation before the map. encoding="cosine" with act="softplus" and a phase is PoPE (arXiv 2509.10534).
+        act: elementwise activation before the map. encoding="cosine" with act="softplus" and a phase is PoPE (arXiv
+            2509.10534).
         phase: whether to learn a phase for each layer, key head and channel. The phase only applies to keys, because
             the same phase on q and k would cancel out.
         learnable: whether to learn the frequencies, separately for each layer and key head.
@@ -69,7 +71,7 @@ class LmConfig:
     num_kv_heads: int = 2
     hidden: int = 1024
     encoding: str | Scheme | Preset = "rotate"
-    act: Literal["none", "relu", "sigmoid", "silu", "softplus"] = "none"
+    act: Act = "none"
     phase: bool = False
     learnable: bool = False
     base: float = 10000.0

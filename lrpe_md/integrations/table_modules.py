@@ -237,7 +237,9 @@ def read_formula(path: str, module: nn.Module) -> Formula:
 
 
 def makes_tables(module: Any) -> bool:
-    """Return whether a module looks as if it makes cos and sin tables."""
+    """Return whether a module looks as if it makes cos and sin tables, unlike an attention layer with such a name."""
+    if any(isinstance(part, nn.Linear) for part in module.modules()):
+        return False
     name = type(module).__name__.lower()
     return "rope" in name or "rotary" in name or (hasattr(module, "axes_dim") and hasattr(module, "theta"))
 

@@ -73,10 +73,11 @@ class FrequencyModule(nn.Module):
     matches that of a model without an encoding. A state_dict saved before version 0.3, with θ or unflattened tensors,
     can still be loaded.
 
-    FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard(model.rope)`` before ``fully_shard(model,
-    mp_policy=...)`` to gather, use and reduce these frequencies in their own dtype. FSDP1 also casts buffers. To
-    prevent that, use ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` if
-    frequencies are learned.
+    FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard`` on this module (``model.encoding`` in
+    adapted models and backbones) before ``fully_shard(model, mp_policy=...)`` to gather, use and reduce these
+    frequencies in their own dtype. FSDP1 also casts buffers. To prevent that, use
+    ``MixedPrecision(buffer_dtype=torch.float32)``, and pass this module in ``ignored_modules`` if its frequencies are
+    learned.
     """
 
     map: str

@@ -177,7 +177,8 @@ PIVOTS = {
     ),
     "benchmark-decode.csv": Pivot(
         "**A decoding step** rotates q and k, and stores k and v in the cache. The table lists the time in "
-        "milliseconds on the GPU, in a CUDA graph and on the CPU.",
+        "milliseconds on the GPU, in a CUDA graph and on the CPU. On a shared machine, CPU times vary, so single "
+        "ones can be far too high.",
         ("measure", "workload"), "ms", 4,
     ),
     "benchmark-compiled.csv": Pivot(
@@ -235,7 +236,7 @@ def host_tests(file: Path) -> str:
         adapted=rows.of_adapted_models.sum(),
     )  # fmt: skip
     of = [
-        f"{library} {installed} with the tests of {tests}"
+        f"{library} {installed} with the tests of {str(tests).replace('(', f'({library} commit ')}"
         for library, installed, tests in dict.fromkeys(zip(rows.library, rows.installed, rows.tests, strict=True))
     ]
     head = [
@@ -359,7 +360,8 @@ def host(rows: pd.DataFrame) -> list[str]:
         "The table lists the median CPU time per call in microseconds "
         f"(B {SMALL.batch}, H {SMALL.heads}, N {some.num_tokens:.0f}, D {some.head_dim:.0f}, {some['dtype']}). "
         "`custom_op` wraps the same launcher in `torch.library.custom_op`. For `launch alone`, Triton launches the "
-        "compiled kernel with prepared arguments.",
+        "compiled kernel with prepared arguments. From the second call on, lrpe-md skips Triton's launcher, so it can "
+        "take less time than that.",
         "",
     ]
     places = [(op, way) for op in ordered(part.op) for way in WAYS]

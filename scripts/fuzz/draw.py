@@ -7,10 +7,12 @@ from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
+from lrpe_md.reference import ACTIVATIONS
+
 from .configs import Config, LinearConfig, MapConfig, NormConfig, Place
 
-NEVER_NEGATIVE = ("relu", "sigmoid", "softplus", "softmax")
-ACTS = (*NEVER_NEGATIVE, "none", "silu")
+NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
+ACTS = (*NEVER_NEGATIVE, *(name for name in ACTIVATIONS if name not in NEVER_NEGATIVE))
 DENSE = ("dense", "tokens first", "packed", "channels first", "odd")
 
 

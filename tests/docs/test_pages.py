@@ -12,11 +12,18 @@ from lrpe_md.scripts.visualize import gallery
 
 import lrpe_md
 from lrpe_md import integrations
+from lrpe_md.reference import ACTIVATIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-ELSEWHERE = {"schemes.md", "runtime.md", "recipe.md", "your-own-training.md"}  # separate tests run their code
+ELSEWHERE = {
+    "schemes.md",
+    "runtime.md",
+    "recipe.md",
+    "several-gpus.md",
+    "your-own-training.md",
+}  # separate tests run their code
 ALL = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 PRINTED = {  # expected output by page; other pages with code that runs print nothing
     "README.md": [
@@ -284,6 +291,18 @@ def test_presets_are_sorted():
     assert names == sorted(lrpe_md.list_presets())
 
 
+def test_the_tables_of_schemes_list_every_preset():
+    from original_noise import measured_presets
+
+    text = (DOCS / "schemes.md").read_text(encoding="utf-8")
+    published, errors = (
+        text.split(f"# {title}\n")[1] for title in ("Published schemes", "Rounding error of the originals")
+    )
+    rows = re.findall(r"^\| .* \| (`.*) \|$", published.split("\n\n")[0], re.M)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(lrpe_md.list_presets())
+    assert re.findall(r"^\| `(\w+)` \|", errors, re.M) == measured_presets()
+
+
 def test_plots_have_a_copy_for_dark_pages():
     linked = {target for path in ALL for target in re.findall(r"!\[[^]]*\]\(([^)#]+\.(?:png|svg))", path.read_text())}
     linked = {target for target in linked if "complete-runs" not in target}  # samples of models, like photographs
@@ -299,7 +318,57 @@ def test_generated_pages_name_their_command():
         )
 
 
+def test_every_page_is_linked():
+    linked = {
+        (path.parent / target).resolve()
+        for path in ALL for target in re.findall(r"\]\(([^)#\s]+\.md)", path.read_text(encoding="utf-8"))
+    }  # fmt: skip
+    assert {path for path in DOCS.rglob("*.md") if path.resolve() not in linked} == set()
+
+
+def test_the_page_about_performance_lists_every_benchmark():
+    from lrpe_md.scripts.bench.app import COMMANDS
+
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    listed = text.split("`lrpe-md bench --help` lists the other benchmarks: ")[1].split(".")[0]
+    assert {*re.findall(r"`([\w-]+)`", listed), "my-shapes", "compare", "report"} == set(COMMANDS)
+
+
+def test_tables_are_at_most_as_fast_as_claimed():
+    files = [ROOT / f"scripts/results/benchmark-{name}.csv" for name in ("vit224", "img64", "video", "text")]
+    rows = pd.concat([pd.read_csv(file) for file in files])
+    rows = rows[rows.peer.isin(["lrpe-md", "torch.compile, tables"]) & rows.variant.isna()]
+    times = rows.pivot_table(index=["workload", "op", "omega", "mode"], columns="peer", values="p50").dropna()
+    speed = times["lrpe-md"] / times["torch.compile, tables"]
+    assert speed.max() < 1.02
+    assert (speed > 1).mean() < 0.5
+    text = " ".join((DOCS / "performance.md").read_text(encoding="utf-8").split())
+    assert "reads precomputed tables is at most 2% faster, and slower in most cases." in text
+
+
 # --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_names_on_the_contributors_pages_exist():
+    code = {
+        path: path.read_text(encoding="utf-8")
+        for place in ("lrpe_md", "models", "scripts", "tests")
+        for path in (ROOT / place).rglob("*.py")
+    }
+    known = set(re.findall(r"\w+", "".join(code.values()))) | {path.stem for path in code}
+    for page in (DOCS / "architecture.md", ROOT / "CONTRIBUTING.md"):
+        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        names = {name for span in re.findall(r"`([^`]+)`", text) for name in re.findall(r"[A-Za-z_]*_[A-Za-z_]+", span)}
+        names = {name.removeprefix("_lrpe_") for name in names}  # a prefix that copies of functions get
+        assert sorted(names - known - {"test_NAME"}) == [], page
+
+
+def test_every_activation_is_listed():
+    features = (DOCS / "features.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| activations before the map \| (.*) \|$", features, re.M)
+    assert tuple(each.split()[0] for each in row.split(", ")) == tuple(ACTIVATIONS)
+    (argument,) = re.findall(r"^ *act: (.*?)^ *dim: ", lrpe_md.cosine.__doc__ or "", re.M | re.S)
+    assert tuple(re.findall(r'"(\w+)"', argument)) == tuple(ACTIVATIONS)
 
 
 def test_every_exported_name_is_in_the_reference():

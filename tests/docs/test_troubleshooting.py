@@ -49,6 +49,15 @@ def blocks_that_do_not_fit():
     )  # fmt: skip
 
 
+def too_many_graphs():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        encode = torch.compile(RotateMd(64, 2), fullgraph=True, backend="eager")
+        for shape in ((4, 6), (1, 6)):
+            q, k = torch.randn(2, 1, 2, shape[0] * shape[1], 64)
+            encode(q, k, positions=Grid(shape))
+
+
 CASES = {  # beginning of a symptom: how to reproduce it
     "positions: expected 197 tokens": lambda: encode(Grid((14, 14))),
     "positions: expected 4 tokens": lambda: encode(swap=True),
@@ -67,6 +76,7 @@ CASES = {  # beginning of a symptom: how to reproduce it
     "out: expected no gradient": record_gradient,
     "act: expected": lambda: RotateMd(64, act="gelu"),
     "block: expected": blocks_that_do_not_fit,
+    "FailOnRecompileLimitHit: Hard": too_many_graphs,
     "model: expected a timm": lambda: adapt(torch.nn.Linear(2, 2), "rotate"),
     "model: expected a model that calls": lambda: adapt_rotary(torch.nn.Linear(2, 2)),
     "encoding: expected": lambda: adapt(timm_vit(), "rotat"),
@@ -87,7 +97,7 @@ def test_the_library_raises_each_error(beginning):
         CASES[beginning]()
     message = str(raised.value)
     for part in re.findall(r"`([^`]+)`", symptom):
-        assert part.removeprefix("AssertionError: ") in message
+        assert re.sub(r"^(AssertionError|FailOnRecompileLimitHit): ", "", part) in message
 
 
 def test_every_error_on_the_page_is_tested():

@@ -237,6 +237,7 @@ def tower(name):
 
 HALVED = {  # a model, the name of its rotary module, and a function that halves its frequencies
     "eva02": (partial(timm_vit, "eva02_tiny_patch14_224"), "rope", lambda rope: rope.bands.div_(2)),
+    "timm's rope_vit": (partial(timm_vit, "vit_small_patch16_rope_224"), "rope", lambda rope: rope.bands.div_(2)),
     "timm's dinov3": (partial(timm_vit, "vit_small_patch16_dinov3"), "rope", lambda rope: rope.periods.mul_(2)),
     "dinov3": (partial(tower, "dinov3_vit"), "rope_embeddings", lambda rope: rope.inv_freq.div_(2)),
     "qwen3-vl": (partial(tower, "qwen3_vl_vision"), "rotary_pos_emb", lambda rope: rope.inv_freq.div_(2)),
@@ -610,8 +611,18 @@ def test_errors():
         set_scaling(nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match=r"scaling: expected one scaling for each of 2 axes \(encoding\), got 3"):
         set_scaling(dit(), (None, None, None))
-    with pytest.raises(ValueError, match="RotateMd: scaling needs frequencies with one axis per channel"):
-        set_scaling(RotateMd(16, 2, frequencies="mixed", num_heads=2), partial(linear_scaling, factor=2.0))
+    mixed = RotateMd(16, 2, frequencies="mixed", num_heads=2)
+    with pytest.raises(
+        ValueError,
+        match=r"scaling: .* one axis per channel.*, got .* several axes \(mixed\) \(RotateMd\); .*set_places",
+    ):
+        set_scaling(mixed, partial(linear_scaling, factor=2.0))
+    set_places(mixed, 0, torch.arange(4) * 0.5)  # the advice works
+    q, k = torch.randn(2, 1, 2, 24, 16)
+    assert torch.equal(mixed(q, k, positions=Grid((4, 6)))[0], mixed(q, k, positions=Grid((4, 6), scale=(0.5, 1)))[0])
+    by_head = PresetMd(preset("mhrope", num_heads=8))
+    with pytest.raises(ValueError, match=r"got channels with different axes in different heads \(PresetMd\)"):
+        set_scaling(by_head, partial(linear_scaling, factor=2.0))
     for scaled, found in ((lambda theta: theta[..., :3], r"\(3,\)"), (lambda theta: theta[:1], r"\(1,\)")):
         with pytest.raises(
             ValueError, match=rf"scaling: expected a function that returns theta of shape \(4,\), got {found}"

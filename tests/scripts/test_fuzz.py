@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from lrpe_md.engine.core.operator import INTERPRETING, call_cache
 from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.reference import ACTIVATIONS
 
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
 
@@ -31,6 +32,16 @@ def test_the_reference_agrees(kind):
 def test_the_kernels_agree(kind):
     for seed in range(20_000, 20_016):
         assert_agrees(draw(seed, kind, Limits(16, 16, copies=2)), "triton")
+
+
+def test_every_activation_is_drawn():
+    """Each activation is drawn for the maps, and with each normaliser of linear attention that accepts it."""
+    assert {draw(seed, "maps", Limits()).act for seed in range(200)} == set(ACTIVATIONS)
+    drawn = {(c.normalizer, c.act) for c in (draw(seed, "linear", Limits()) for seed in range(800))}
+    assert drawn == {
+        (normalizer, name) for name, entry in ACTIVATIONS.items() for normalizer in ("unrotated", "encoded", "none")
+        if entry.never_negative or normalizer != "unrotated"
+    }  # fmt: skip
 
 
 def assert_agrees(config, impl, device="cpu"):

@@ -8,11 +8,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from parametrizing import ACTS
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lrpe_md import Coordinates, Grid, geometric_theta, linear_attention, reference_linear, reference_products, testing
+from lrpe_md import (
+    Coordinates,
+    Grid,
+    geometric_theta,
+    linear_attention,
+    reference,
+    reference_linear,
+    reference_products,
+    testing,
+)
 from lrpe_md.testing import LinearCase, bind_linear, check_linear, make_linear_inputs, run_linear
 
 ACTIVATIONS = {
@@ -185,16 +195,13 @@ def test_the_quadratic_form(map, normalizer, mask):
     assert_equals_quadratic(replace(case, act="softplus", state=False, gate="bool", **mask))
 
 
-ACTS = [("relu", None), ("sigmoid", None), ("softplus", None), ("softmax", -1), ("softmax", -2)]
-
-
-@pytest.mark.parametrize(("act", "dim"), ACTS)
+@pytest.mark.parametrize(("act", "dim"), [each for each in ACTS if reference.ACTIVATIONS[each[0]].never_negative])
 @pytest.mark.parametrize("map", ["cosine", "rotate", None])
 def test_activations(map, act, dim):
     assert_equals_quadratic(LinearCase(map, act=act, dim=dim, head_dim=6))
 
 
-@pytest.mark.parametrize("act", ["none", "silu"])
+@pytest.mark.parametrize("act", [name for name, entry in reference.ACTIVATIONS.items() if not entry.never_negative])
 @pytest.mark.parametrize("normalizer", ["encoded", "none"])
 def test_activations_that_can_be_negative(act, normalizer):
     for mask in MASKS[:2]:

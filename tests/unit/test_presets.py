@@ -89,12 +89,17 @@ def rounding(p, positions, weights):
 
 
 def test_every_preset_has_a_case():
-    assert {c.name for c in CASES} == set(list_presets()) == set(SCHEMES)
+    assert {c.name for c in CASES} == set(list_presets()) == set(SCHEMES), "add a case to tests/original_presets.py"
+
+
+def test_every_preset_has_its_published_number_of_pairs():
+    missing = set(SCHEMES) - {*PAIRS, *OF_ALL_HEADS}
+    assert not missing, f"add the published number of pairs per axis of {sorted(missing)} to PAIRS in {__file__}"
 
 
 # --- in float64, at three sizes ----------------------------------------------------------------------------
 
-FIRST = {name: next(c for c in CASES if c.name == name) for name in SCHEMES}
+FIRST = {c.name: c for c in reversed(CASES)}
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
