@@ -244,7 +244,7 @@ class TextFeatures(nn.Module):
         """Return the features unchanged."""
         if not isinstance(text, Text):
             raise TypeError(
-                "text: expected precomputed features as a lrpe_md.models.text.Text(features, mask, pooled), got "
+                "text: expected precomputed features as an lrpe_md.models.text.Text(features, mask, pooled), got "
                 f"{type(text).__name__}"
             )
         return text

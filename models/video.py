@@ -248,8 +248,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             self._check_window(frames)
             if self.temporal and (self.sincos is not None or self.pos_embed is not None):
                 raise ValueError(
-                    f"window: expected None with absolute={self.absolute!r}, because its positions do not move with "
-                    f"the window, got {frames}"
+                    f"window: expected None with absolute={self.absolute!r}, got {frames}; absolute positions do not "
+                    "move with the window"
                 )
         self._window = frames
 

@@ -272,11 +272,11 @@ def attend_linearly(
 
 
 def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tensor:
-    """Return the gate (B, H or 1, N) of the delta rule for keys (B, H, N, D) that were normalised over a head.
+    """Return the delta-rule gate (B, H or 1, N) for keys (B, H, N, D) that were normalised within each head.
 
     The squared norm of such a key is about D. With this gate, the squared norms of a frame's or prefix's keys sum to at
-    most about 1, so the state can't grow from frame to frame. SANA-WM multiplies keys by the square root of this
-    factor.
+    most about 1, so the state can't grow from frame to frame. SANA-WM multiplies the keys by the square root of this
+    gate instead.
     """
     size = max(block, prefix)
     scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / (k.shape[3] * size), dtype=torch.float32)

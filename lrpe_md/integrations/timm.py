@@ -523,19 +523,19 @@ def _attentions(model: Any) -> list[list[Any]]:
         for name in ("module", "_orig_mod", "model"):  # DataParallel, torch.compile, features_only
             if isinstance(getattr(model, name, None), (timm_vit.VisionTransformer, LrpeVisionTransformer)):
                 raise TypeError(
-                    f"model: expected a timm VisionTransformer itself, got one in {kind}; adapt "
+                    f"model: expected a timm VisionTransformer, not a wrapper around one, got {kind}; adapt "
                     f"the model inside (model.{name}), or before you wrap it"
                 )
         if isinstance(model, str):
-            raise TypeError(f"model: expected a timm VisionTransformer itself, got {model!r}; pass the model first")
+            raise TypeError(f"model: expected a timm VisionTransformer, got {model!r}; pass the model first")
         names = [type(m).__name__.lower() for m in model.modules()] if isinstance(model, nn.Module) else ["attention"]
         if not any(part in name for name in names for part in ("attn", "attention", "mhsa")):
             raise TypeError(
-                f"model: expected a timm VisionTransformer itself, got {kind}, which has no attention "
-                "whose q and k could be encoded"
+                f"model: expected a timm VisionTransformer, got {kind}, which has no attention layers "
+                "with q and k to encode"
             )
         raise TypeError(
-            f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
+            f"model: expected a timm VisionTransformer, got {type(model).__module__}.{type(model).__qualname__} "
             "(subclasses and other families have their own forward; use lrpe_md.adapt_rotary for a model with a rotary "
             "encoding, and lrpe_md.adapt_attention for one without relative positions)"
         )

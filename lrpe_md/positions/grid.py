@@ -162,7 +162,7 @@ class Grid(Rules):
 
     @property
     def _has_rules(self) -> bool:
-        """Return whether the grid has a scale or a shift whose values the host knows."""
+        """Return whether the grid has a scale or shift, with values that are known on the host."""
         known = not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
         return known and not (self.scale is None and self.shift is None)
 

@@ -354,8 +354,8 @@ SCHEMES: dict[str, Scheme] = {
         """LTX-Video (arXiv 2501.00103; diffusers ``LTXVideoRotaryPosEmbed``).
 
         The channels of all heads are treated as one vector. t, h and w alternate, each with frequencies from π/2 up to
-        10000 π/2. The remaining pairs, at the front, are not rotated. 20 seconds and 2048×2048 pixels are
-        mapped to [-1, 1] (options ``fps``, ``steps``, ``trained``). Text enters through cross-attention.
+        10000 π/2. The remaining pairs, at the front, are not rotated. Spans of 20 seconds and 2048
+        pixels map to [-1, 1]. Options: ``fps``, ``steps`` and ``trained``. Text enters through cross-attention.
         """,
         64, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
         num_heads=32, grid=f.of_trained_video,
@@ -364,8 +364,8 @@ SCHEMES: dict[str, Scheme] = {
         """LTX-2's video (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
 
         It is like LTX, but with the half layout within each head (``rope_type="split"``). Each position is the centre
-        of the interval that a latent covers. The first latent covers a single frame (options ``fps``, ``steps``,
-        ``trained``). Text enters through cross-attention.
+        of the interval that a latent covers. The first latent covers a single frame. Options: ``fps``, ``steps``
+        and ``trained``. Text enters through cross-attention.
         """,
         128, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
         pairs="half", num_heads=32, grid=f.causal_video,
@@ -373,7 +373,7 @@ SCHEMES: dict[str, Scheme] = {
     "ltx2_audio": Scheme(
         """LTX-2's audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
 
-        The only axis is time. 20 seconds are mapped to [-1, 1]. Each position is the centre of the interval that a
+        The only axis is time. A span of 20 seconds maps to [-1, 1]. Each position is the centre of the interval that a
         latent covers: 4 frames of a spectrogram with 100 frames per second.
         """,
         64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
@@ -413,8 +413,8 @@ SCHEMES: dict[str, Scheme] = {
     "mrope_interleave": Scheme(
         """MRoPE-I (arXiv 2510.23095): frequencies as in ``qwen3_vl``, but an image's h and w start at zero.
 
-        t continues after the tokens before the image. The next segment starts after the largest position in the image.
-        The option ``stride`` scales t.
+        t continues from the tokens that precede the image. The next segment starts after the largest position in the
+        image. The option ``stride`` scales t.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),

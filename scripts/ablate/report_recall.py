@@ -77,7 +77,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     scheme = interval if seeds > 1 else "for one seed"
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
-        f"The tables list the accuracy in % on questions about symbols in earlier frames, {scheme}. Chance is "
+        f"The tables list accuracy (%) on questions about symbols in earlier frames, {scheme}. Chance is "
         f"{100 / training['values']:g}%. Each column is a clip size: frames × height × width, in tokens. The first is "
         "the training size, and rows are sorted by the longest clips. In longer clips, only questions in the last "
         f"{frames_of(trained)} frames count. {describe_training(config['settings'])}",

@@ -191,8 +191,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         if seeds > 1:
             what += (
                 ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
-                "interval excludes zero. The intervals are not corrected for multiple comparisons: by chance, one in "
-                "twenty excludes zero"
+                "interval excludes zero. The intervals are not corrected for multiple comparisons: about one in "
+                "twenty excludes zero by chance alone"
             )
         if (difference(results, baseline)["pairs"] == 2).any():
             what += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"

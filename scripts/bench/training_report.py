@@ -95,8 +95,8 @@ def adapted(file: Path) -> str:
     rows = read(file)
     lines = [
         "**Models from other libraries** have their published width, a few layers and bfloat16 weights. The table "
-        "lists milliseconds per step of the original model. In brackets, it lists how much `adapt_rotary` changes "
-        f"time and memory. {HOW}. "
+        "lists the original model's time per step, in milliseconds. In brackets, it lists how much `adapt_rotary` "
+        f"changes time and memory. {HOW}. "
         f"To repeat the measurements, run `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. "
         f"{where(rows)}.",
         "",

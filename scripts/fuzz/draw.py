@@ -22,7 +22,7 @@ class Limits(NamedTuple):
     tokens: int = 40
     long: int = 150  # number of tokens in every tenth configuration
     repeat: int = 1  # number of consecutive seeds that share compiled kernels
-    pairs: int = 10**7  # maximum number of token pairs times heads, because the formula stores them
+    pairs: int = 10**7  # upper limit on token pairs times heads, because the reference stores all of them
     copies: int = 3  # maximum number of samples, and of key heads
     compiled: bool = False  # on a GPU: only sizes and dtypes that the kernels support
 

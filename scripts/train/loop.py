@@ -186,7 +186,7 @@ class Trainer:
         after_step: Callable[[], bool] | None = None,
         in_processes: bool = False,
     ) -> None:
-        """Train up to ``config.steps``, or for ``config.seconds``.
+        """Train for up to ``config.steps`` steps, or for ``config.seconds`` seconds.
 
         Args:
             steps: function that yields the samples of each step; see :mod:`.order`.
@@ -195,8 +195,8 @@ class Trainer:
             validate: function that is called every ``config.validate_every`` steps and returns extra values for the
                 history.
             after_step: function that is called after each step and returns whether it did any work.
-            in_processes: whether ``config.workers`` are processes instead of threads. Use this for batches that decode
-                files.
+            in_processes: whether to use processes instead of threads for the ``config.workers`` workers. Set this if
+                ``batch`` decodes files.
         """
         config, accelerator = self.config, self.accelerator
         if self.is_finished:

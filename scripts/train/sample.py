@@ -76,7 +76,7 @@ def main(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `train lm` or `train diffusion`.")],
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Text to continue, image description, or name or number of a class; repeatable."),
+        typer.Option(help="Text to continue, description of an image, or class (name or number); repeatable."),
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Text file with one prompt per line.")] = None,
     seed: Annotated[

@@ -53,8 +53,8 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
     except Exception as error:  # hub, JSON, safetensors and tokenizers raise various errors
         raise typer.BadParameter(
-            f"--encoder {name}: expected a transformers text model with its tokenizer (a folder or a hub id), found "
-            f"none ({first_sentence(error)}); pass another path"
+            f"--encoder {name}: expected a transformers text model with its tokenizer (a folder or a hub id), but "
+            f"none was found ({first_sentence(error)}); pass another folder or hub id"
         ) from error
     return PretrainedEncoder(model.to(device), tokenizer, length)
 

@@ -420,7 +420,7 @@ def linear_errors(mesh, impl):
     cu_seqlens = torch.tensor([0, 15], device=mesh.device_type)
     cut = Coordinates(normal(mesh, 12, 2), 1, 2)
     for message, qkv, changes in (
-        (r"block: expected shards of whole blocks of 3 tokens .*, got tokens", (q, k, v), {"block": 3}),
+        (r"block: expected each shard to contain whole blocks of 3 tokens .*, got tokens", (q, k, v), {"block": 3}),
         (r"positions: expected a Grid", (q, k, v), {"block": 3, "positions": cut}),
         (r"cu_seqlens: expected all tokens on each rank", one, {"cu_seqlens": cu_seqlens}),
         (r"dim: softmax over the sequence \(-2\) needs", (q, k, v), {"act": "softmax", "dim": -2}),

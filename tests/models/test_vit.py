@@ -620,7 +620,7 @@ def test_registered_models_have_positions_by_default(name):
 
 def test_a_wrapped_model_is_adapted_inside():
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
-    with pytest.raises(TypeError, match=r"got one in a DataParallel; adapt the model inside \(model\.module\)"):
+    with pytest.raises(TypeError, match=r"got a DataParallel; adapt the model inside \(model\.module\)"):
         adapt(torch.nn.DataParallel(model), "rotate")
     with pytest.raises(TypeError, match=r"in an OptimizedModule; .* \(model\._orig_mod\), or before you wrap it"):
         adapt(torch.compile(model), "rotate")

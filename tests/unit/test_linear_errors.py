@@ -101,16 +101,16 @@ ERRORS = {
     r"block: expected a positive integer, .*, got True": {"block": True},
     r"block: expected a positive integer, .*, got 2.0": {"block": 2.0},
     r"is_causal: expected False with block, .*, got True": {"block": 3, "is_causal": True},
-    r"block: expected shards of whole blocks of 3 tokens .*, got tokens 2 to 7 after a prefix of 1": {
+    r"block: expected each shard to contain whole blocks of 3 tokens .*, got tokens 2 to 7 after a prefix of 1": {
         "q": Q[:, :, :5], "k": K[:, :, :5], "v": K[:, :, :5], "positions": Grid((2, 3), prefix=1, start=2), "block": 3,
     },
-    r"block: expected shards of whole blocks of 3 tokens .*, got tokens 0 to 6": {
+    r"block: expected each shard to contain whole blocks of 3 tokens .*, got tokens 0 to 6": {
         "q": Q[:, :, :6], "k": K[:, :, :6], "v": K[:, :, :6], "positions": Grid((2, 3), prefix=1, length=6), "block": 3,
     },
-    r"block: expected shards of whole blocks of 3 tokens .*, got tokens 1 to 8": {
+    r"block: expected each shard to contain whole blocks of 3 tokens .*, got tokens 1 to 8": {
         "positions": Grid((2, 3), prefix=1, suffix=2, start=1, length=7), "block": 3,
     },
-    r"block: expected shards of whole blocks of 3 tokens .*, got tokens 1 to 8 after a prefix of 2": {
+    r"block: expected each shard to contain whole blocks of 3 tokens .*, got tokens 1 to 8 after a prefix of 2": {
         "positions": Grid((2, 3), prefix=2, start=1, length=7), "block": 3,
     },
     r"positions: expected the same positions for q and k with block, got a pair": {

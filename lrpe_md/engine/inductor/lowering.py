@@ -373,7 +373,7 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
     while queue:
         user = queue.pop()
         other_nodes = [node for node in user.all_input_nodes if node not in derived_nodes]
-        if not other_nodes and user not in derived_nodes:  # depends only on our outputs, for example a view
+        if not other_nodes and user not in derived_nodes:  # depends only on our outputs, for example a view of one
             derived_nodes.add(user)
             queue += user.users
         for node in other_nodes:

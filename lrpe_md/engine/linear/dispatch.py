@@ -169,7 +169,7 @@ def pack_state(tensors: Sequence[Tensor]) -> State:
 def _call_key(
     options: LinearOptions, arguments: TensorArguments, sides: Sides, has_one_phase: bool
 ) -> tuple[bool, Hashable | None]:
-    """Return the result of :func:`is_direct`, and a cache key of everything that validation depends on.
+    """Return the result of :func:`is_direct` and a cache key that covers everything validation depends on.
 
     The key is None if the call must be validated every time. This is the case for calls that aren't direct, positions
     other than a Grid, pairs of positions or phases, and arguments from which validation creates tensors. The values of

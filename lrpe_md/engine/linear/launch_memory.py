@@ -353,7 +353,7 @@ def restore(inputs: LaunchInputs, saved: Sequence[Tensor]) -> MemoryStates:
 
 
 class Pair(NamedTuple):
-    """States that enter each block in a scan, and the gradients of these states. Both have shape (F, B H_k, size)."""
+    """The states that enter each block of a scan, and their gradients. Both have shape (F, B H_k, size)."""
 
     states: Tensor
     gradients: Tensor

@@ -262,8 +262,8 @@ def check_edges(layout: Layout, total: int, block: int) -> None:
         grid_index = edge - prefix
         if not (edge == 0 or edge == total or (0 <= grid_index <= num_grid and grid_index % block == 0)):
             raise ValueError(
-                f"block: expected shards of whole blocks of {block} tokens (prefix and suffix are separate blocks), "
-                f"got tokens {start} to {start + num_tokens} after a prefix of {prefix}"
+                f"block: expected each shard to contain whole blocks of {block} tokens (prefix and suffix are separate "
+                f"blocks), got tokens {start} to {start + num_tokens} after a prefix of {prefix}"
             )
 
 
