@@ -107,7 +107,7 @@ def run(
     ] = None,
     shard: Annotated[str, typer.Option(help="Share of the runs, as i/n: every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of runs to train in parallel. (default: 1, or one per core on a CPU)")
+        int | None, typer.Option(min=1, help="Runs to train in parallel. (default: 1, or one per core on a CPU)")
     ] = None,
 ) -> None:  # fmt: skip
     """Train with every encoding and seed that has no result yet. The last process to finish writes the report."""
