@@ -33,8 +33,9 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--out", type=Path, default=Path("finetuned.pt"))
     args, device = parser.parse_args(argv), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        height, width = map(int, (args.size.split("x") * 2)[:2])
+        height, width = map(int, args.size.split("x") * (1 if "x" in args.size else 2))
     except ValueError:
         parser.error(f"--size: expected a side or HEIGHTxWIDTH, got {args.size!r}")
     classes = sorted(path.name for path in args.data.glob("*") if path.is_dir())
@@ -56,8 +57,7 @@ def main(argv: list[str] | None = None) -> float:
     split = [len(seen) - len(seen) // 5, len(seen) // 5]
     train, _ = random_split(seen, split, torch.Generator().manual_seed(0))
     _, test = random_split(held_out, split, torch.Generator().manual_seed(0))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.05)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=args.lr, weight_decay=0.05)
     cast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     for epoch in range(args.epochs):
         model.train()

@@ -35,7 +35,10 @@ def main(argv: list[str] | None = None) -> torch.Tensor:
     logits = model(torch.zeros(1, model.patch_embed.proj.in_channels, *size))
     print(f"{len(model.blocks)} layers, images of {size[0]}x{size[1]}, {logits.shape[1]} classes")
     if args.picture:
-        result = json.loads((args.run / "result.json").read_text(encoding="utf-8"))
+        file = args.run / "result.json"  # exists when the run has finished
+        result = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if "read_size" not in result:
+            parser.error(f"--picture: expected a finished run of `lrpe-md train image`, got {args.run}")
         x = resized(read_square(args.picture, result["read_size"])[None], size)  # as in the tests during training
         logits = model(x)
         print(result["classes"][logits.argmax()])

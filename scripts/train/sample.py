@@ -92,7 +92,7 @@ def main(
         float | None,
         typer.Option(max=1, callback=positive, help="Text: top-p of nucleus sampling. (default: 0.95)"),
     ] = None,
-    scaling: Annotated[str | None, typer.Option(help="Text: length scaling: linear, ntk or yarn.")] = None,
+    scaling: Annotated[str | None, typer.Option(help="Text: linear, ntk or yarn scaling to the new length.")] = None,
     size: Annotated[
         str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. (default: the training size)")
     ] = None,

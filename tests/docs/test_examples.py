@@ -88,18 +88,20 @@ def test_finetune_timm(tmp_path, capsys):
         for i in range(6):
             Image.new("RGB", (64, 48), colour).save(tmp_path / "data" / name / f"{i}.png")
     command = ["--data", tmp_path / "data", "--size", "48x80", "--epochs", "2", "--batch", "4", "--lr", "1e-3"]
-    command += ["--out", tmp_path / "out.pt", "--model-kwargs", "depth=1", "embed_dim=32", "num_heads=2"]
+    command += ["--out", tmp_path / "new" / "out.pt", "--model-kwargs", "depth=1", "embed_dim=32", "num_heads=2"]
     accuracy = load("finetune_timm").main([str(arg) for arg in command])
     assert 0 <= accuracy <= 1
     import timm
 
     kwargs = {"depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 2}
     plain = timm.create_model("vit_small_patch16_rope_mixed_224", dynamic_img_size=True, **kwargs)
-    plain.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))  # this works without this library
+    plain.load_state_dict(torch.load(tmp_path / "new" / "out.pt", weights_only=True))  # this works without this library
     load("finetune_timm").main([str(arg) for arg in [*command, "--size", 64, "--epochs", 1]])
     assert "at 64×64" in capsys.readouterr().out
     reject("finetune_timm", *command, "--size", 50)
     assert "--size: expected multiples of (16, 16), the patch size, got 50" in capsys.readouterr().err
+    reject("finetune_timm", *command, "--size", "64x96x3")
+    assert "--size: expected a side or HEIGHTxWIDTH, got '64x96x3'" in capsys.readouterr().err
 
 
 def test_finetune_timm_rejects_train_and_val_as_classes(tmp_path, capsys):
@@ -229,6 +231,8 @@ def test_load_trained(tmp_path, capsys):
     with pytest.raises(SystemExit):
         load("load_trained").main([str(tmp_path / "run"), "--picture", "nope.png"])
     assert "--picture nope.png: no such file" in capsys.readouterr().err
+    reject("load_trained", tmp_path / "run", "--picture", __file__)
+    assert "--picture: expected a finished run of `lrpe-md train image`, got" in capsys.readouterr().err
     reject("load_trained", tmp_path)
     assert "run: folder: expected a run with checkpoint.pt or model.safetensors" in capsys.readouterr().err
 
