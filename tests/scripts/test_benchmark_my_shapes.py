@@ -19,6 +19,12 @@ from lrpe_md import Grid
 SMALL = ("--batch", "1", "--heads", "2", "--grid", "3x4", "--head-dim", "16", "--device", "cpu", "--commit", "abc")
 
 
+def invoke_small(*args):
+    """Run the command with SMALL, except for options in args."""
+    pairs = zip(SMALL[::2], SMALL[1::2], strict=True)
+    return invoke(*(part for pair in pairs if pair[0] not in args for part in pair), *args)
+
+
 def invoke(*args):
     return CliRunner().invoke(app, ["my-shapes", *map(str, args)], env={"COLUMNS": "200"})
 
@@ -30,7 +36,7 @@ def read(path):
 
 def test_cpu_times_the_reference_under_its_name(tmp_path):
     out = tmp_path / "mine.csv"
-    done = invoke(*SMALL, "--map", "both", "--prefix", 1, "--linear", "--out", out)
+    done = invoke_small("--map", "both", "--prefix", 1, "--linear", "--out", out)
     assert done.exit_code == 0, done.output
     assert "PyTorch finds no GPU, so the kernels can't be measured" in done.output
     assert "they say nothing about a GPU" in done.output
@@ -58,21 +64,8 @@ def test_cpu_times_the_reference_under_its_name(tmp_path):
 
 def test_other_layouts_are_measured(tmp_path):
     out = tmp_path / "mine.csv"
-    args = [
-        *SMALL,
-        "--heads",
-        4,
-        "--kv-heads",
-        2,
-        "--pairs",
-        "interleaved",
-        "--dtype",
-        "float32",
-        "--learned",
-        "--out",
-        out,
-    ]
-    assert invoke(*args).exit_code == 0
+    options = ("--heads", 4, "--kv-heads", 2, "--pairs", "interleaved", "--dtype", "float32", "--learned")
+    assert invoke_small(*options, "--out", out).exit_code == 0
     rows = [row for row in read(out) if row["mode"] != "copy"]
     assert {(row["mode"], row["peer"]) for row in rows} == {
         ("fwd", my_shapes.STAND_IN), ("bwd_omega", my_shapes.STAND_IN), ("fwd", "timm, eager")
@@ -153,12 +146,12 @@ def test_nothing_measured_leaves_no_plot(tmp_path):
 def test_earlier_results_are_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("my-shapes.csv", "my-shapes-2.csv"):
-        assert f"\n{name}" in invoke(*SMALL, "--limit", 1e-9).output
+        assert f"\n{name}" in invoke_small("--limit", 1e-9).output
     assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["my-shapes-2.csv", "my-shapes.csv"]
 
 
 def test_exhausted_limit_is_reported(tmp_path):
-    done = invoke(*SMALL, "--limit", 1e-9, "--out", tmp_path / "mine.csv")
+    done = invoke_small("--limit", 1e-9, "--out", tmp_path / "mine.csv")
     assert done.exit_code == 0, done.output
     assert "Stopped after 1e-09 s before everything was measured" in done.output
 
@@ -187,7 +180,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name, tmp_path):
     args, message = REFUSED[name]
-    done = invoke(*SMALL, *args, "--out", tmp_path / "mine.csv")
+    done = invoke_small(*args, "--out", tmp_path / "mine.csv")
     assert done.exit_code == 2, done.output
     assert message in " ".join(done.output.replace("│", " ").split())
     assert not (tmp_path / "mine.csv").exists()
