@@ -89,8 +89,9 @@ def flow_matching_loss(
         t: times (B,), from 0 (image) to 1 (noise).
         noise: noise ε, with x's shape.
         drop: mask (B,) of the samples whose text is replaced by the empty condition. To use guidance later, drop about
-            a tenth of the texts in training. prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or
-            "sample" (x). The default is ``model.prediction``, or "velocity" for a model without this attribute.
+            a tenth of the texts in training.
+        prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or "sample" (x). The default is
+            ``model.prediction``, or "velocity" for a model without this attribute.
     """
     prediction = _prediction_of(model, prediction)
     z = torch.lerp(x, noise, _like(t, x))
