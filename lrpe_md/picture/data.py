@@ -122,7 +122,7 @@ def default_shape(made: Preset) -> tuple[int, ...]:
             continue
         return SHAPES[number]
     raise ValueError(
-        f"shape: {made.name} supports none of the default shapes {tuple(SHAPES.values())}; pass shape=. For "
+        f"shape: {made.name} supports none of the default shapes {tuple(SHAPES.values())}; pass another shape. For "
         f"{SHAPES[first]}: {errors[0]}"
     ) from errors[0]
 
