@@ -151,7 +151,7 @@ def test_show_takes_the_options_of_the_command():
         ({"token": "1x4"}, TypeError, r"token: expected grid coordinates, such as \(2, 3\), got '1x4'"),
         ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32"),
         ({"maps": 0}, ValueError, "maps: expected a positive integer, got 0"),
-        ({"text": -1}, ValueError, "text: expected an integer of at least 0, got -1"),
+        ({"text": -1}, ValueError, "text: expected a non-negative integer, got -1"),
     ):
         with pytest.raises(error, match=message):
             lrpe_md.show("eva02", (4, 6), **options)
@@ -508,7 +508,10 @@ def save_grid(path: Path, grid: str, frequencies: Any) -> str:
 def test_a_grid_function_that_fits_no_shape(tmp_path: Path):
     """lrpe-md's centred returns three axes, one more than the frequencies have."""
     file = save_grid(tmp_path / "ours.json", "centred", Axial((1, 1)))
-    for given, option in (([], "--shape: ours supports none of the default shapes"), (["--shape", "8x8"], "--shape 8x8 of ours")):
+    for given, option in (
+        ([], "--shape: ours supports none of the default"),
+        (["--shape", "8x8"], "--shape 8x8 of ours"),
+    ):
         result = run("-p", file, *given, "--out", str(tmp_path / "out"))
         assert result.exit_code == 2
         text = re.sub(r"[\s│]+", " ", result.output)
