@@ -251,12 +251,12 @@ def test_parts_fill_the_gpu_and_skip_unused_pieces(head_dim, parts):
     sizes = linear_launch.derive_sizes(call, Operands(q, q, q, None, ()))._replace(batch=33)
     pieces = linear_launch.make_pieces(call, 3000, sizes, call.k_layout)
     assert (pieces.num_pieces, pieces.length) == (2, 1536)
-    found, needed = linear_launch.cut_causal(call, pieces, sizes, False)
+    found, needed, _ = linear_launch.cut_causal(call, pieces, sizes, False)
     count = needed.num_pieces
     assert (found.num_pieces, count) == parts, "a piece of 1,536 tokens by up to 4 × 132 programs, as its state allows"
     assert found.num_slots == 2
     assert linear_launch.cut_causal(call, pieces, sizes, True).needed_parts.num_pieces == min(4, found.num_pieces)
-    found, needed = linear_launch.cut_causal(call, pieces, sizes, False, backward=True)
+    found, needed, _ = linear_launch.cut_causal(call, pieces, sizes, False, backward=True)
     assert found.table is not None
     assert needed.table is not None
     assert needed.table.equal(found.table[count:]), "expected all parts but those of the first piece"
