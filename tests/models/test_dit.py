@@ -521,7 +521,7 @@ def test_texts_that_do_not_fit():
     for message, call in (
         (r"text: expected features of 16 channels, .*got 3; .*text_width=", lambda: model(x, t, narrow)),
         (r"text: expected pooled of 8 channels, .*got None", lambda: model(x, t, text._replace(pooled=None))),
-        (r"text: expected precomputed features as a .*Text\(.*got Tensor", lambda: model(x, t, text.features)),
+        (r"text: expected precomputed features as an .*Text\(.*got Tensor", lambda: model(x, t, text.features)),
         (r"drop: expected bool \(2,\), got torch.int64", lambda: model(x, t, text, drop=torch.ones(2).long())),
         (r"drop: .*no text_encoder", lambda: dit(text=False)(x, t, drop=torch.tensor([True, False]))),
         (r"negative: expected 1 text, or 2 as in text", lambda: guided(model, text, 2.0, precomputed(2, 3))),

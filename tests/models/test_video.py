@@ -170,7 +170,7 @@ def test_split_gives_each_axis_its_share():
 
 
 def test_reference_is_checked():
-    with pytest.raises(ValueError, match="reference: expected a size"):
+    with pytest.raises(ValueError, match="reference: expected a positive size"):
         build().reference = (4, 4)
 
 
