@@ -307,7 +307,7 @@ def linear_three_ranks(mesh, impl):
     # 3, 3 and 2 tokens: the third rank, which has a whole frame, raises as well.
     q, k, v = (distribute_tensor(inputs(mesh, q_tokens=8, k_tokens=8)[name], mesh, [TOKENS]) for name in QKV)
     for rule in ("add", "delta"):
-        with pytest.raises(ValueError, match=r"block: expected shards .* of 2 tokens .*, got tokens 0 to 3"):
+        with pytest.raises(ValueError, match=r"block: expected each shard .* of 2 tokens .*, got tokens 0 to 3"):
             linear_attention(q, k, v, map=None, block=2, rule=rule)
 
 
