@@ -520,7 +520,7 @@ class LinearCase:
 
     @property
     def has_positions(self) -> bool:
-        """Whether the call needs positions."""
+        """Return whether the call needs positions."""
         return self.map is not None or self.mask == "block" or self.norm_groups > 1
 
     @property

@@ -92,7 +92,7 @@ class Axial:
 
     @property
     def has_axis_order(self) -> bool:
-        """Whether ``axis_order`` has an effect."""
+        """Return whether ``axis_order`` has an effect."""
         return self.num_axes > 1 and isinstance(self.axis_map, str) and not self.by_head
 
     @property

@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer
 from lrpe_md.scripts.train.data.clips import Sampling, load_labelled
-from lrpe_md.scripts.train.data.records import describe_few
+from lrpe_md.scripts.train.data.records import average_by_class, describe_few
 from lrpe_md.scripts.train.data.videos import VideoError, decode, find_videos
 from lrpe_md.scripts.train.runs import load_clip, load_frames, load_run
 from lrpe_md.scripts.train.tasks import video as train_video
@@ -236,7 +236,8 @@ def test_accuracy_of_each_class(tmp_path, capsys):
     assert re.search(r"accuracy by class bright +100 *$", capsys.readouterr().out, re.MULTILINE)
     videos = load_labelled([data], 8, parts=4)
     right = np.array([True, True, False, False, False, True])
-    found = train_video.average_by_class(config, videos, right)
+    labels = videos.labels[train_video.find_test_videos(config, videos)]
+    found = average_by_class(right, labels, videos.names)
     assert found == pytest.approx({"bright": 200 / 3, "dark": 100 / 3})
 
 

@@ -51,6 +51,12 @@ def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, class
     return f"{text}: {', '.join(f'{name} {number}' for name, number in zip(classes, counts, strict=True))}"
 
 
+def average_by_class(right: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
+    """Return the accuracy in % of each class in ``labels`` (N,), given whether each sample is ``right`` (N,)."""
+    numbers: list[int] = np.unique(labels).tolist()
+    return {classes[i]: 100 * right[labels == i].mean().item() for i in numbers}
+
+
 def describe_few(noun: str, held_out: np.ndarray, labels: np.ndarray, classes: Sequence[str], advice: str) -> str:
     """Return a warning about classes with too few test samples, or "" if all classes have enough.
 

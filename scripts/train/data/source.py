@@ -109,7 +109,7 @@ class Source:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether worker processes prepare the batches on the CPU."""
+        """Return whether worker processes prepare the batches on the CPU."""
         return isinstance(self.values, Decoded)
 
     def describe_held_out(self) -> str:

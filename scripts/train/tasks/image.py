@@ -60,7 +60,7 @@ from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from ..data.captions import TABLES
 from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.pictures import load_classes
-from ..data.records import describe_few, describe_held_out
+from ..data.records import average_by_class, describe_few, describe_held_out
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone, has_coordinates
 from ..loop import Trainer
@@ -442,8 +442,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
         if not data.classes:
             return {}
         right = find_right(trainer.averaged, test, config.sizes[0], trainer.accelerator.autocast)
-        numbers: list[int] = test.labels.unique().tolist()
-        by_class = {data.classes[i]: 100 * right[test.labels == i].double().mean().item() for i in numbers}
+        by_class = average_by_class(right.cpu().numpy(), test.labels.cpu().numpy(), data.classes)
         return {"classes": list(data.classes), "accuracy_by_class": by_class}
 
     def finish(trainer: Trainer) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ...common.devices import sent
 from ...common.options import choose
 from ..config import MODEL, Training, changed, check_ignored, check_width, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
-from ..data.records import describe_few, describe_held_out
+from ..data.records import average_by_class, describe_few, describe_held_out
 from ..data.videos import TASKS, Footage, decode, load_footage, ordered
 from ..encodings import MEMORY_HELP, VIDEOS, Backbone, has_coordinates, restore_arguments
 from ..loop import Trainer
@@ -356,12 +356,6 @@ def find_right(
     return np.concatenate(right)
 
 
-def average_by_class(config: VideoTraining, videos: LabelledVideos, right: np.ndarray) -> dict[str, float]:
-    """Return the accuracy in % of each class that has test videos. right: from :func:`find_right`."""
-    labels = videos.labels[find_test_videos(config, videos)]
-    return {videos.names[i]: 100 * right[labels == i].mean().item() for i in np.unique(labels)}
-
-
 def read_clip(path: Path, settings: dict[str, Any], *, whole: bool = False) -> Tensor:
     """Return a video's central clip (1, 3, frames, size, size), prepared as in tests of a run with these settings.
 
@@ -415,12 +409,13 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
         }
         found = {name: {size: 100 * each.mean().item() for size, each in of.items()} for name, of in right.items()}
         trained = next(iter(right["rescaled"].values()))  # at the training length and size
+        labels = videos.labels[find_test_videos(config, videos)]
         return {
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
             "space_time": config.space_time, "seed": config.seed, "chance": 100 / len(videos.names),
             "classes": list(videos.names), "train_videos": len(train),
-            "test_videos": len(find_test_videos(config, videos)), "accuracy": found,
-            "accuracy_by_class": average_by_class(config, videos, trained), "tokens": patches(config),
+            "test_videos": len(labels), "accuracy": found,
+            "accuracy_by_class": average_by_class(trained, labels, videos.names), "tokens": patches(config),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
