@@ -15,7 +15,7 @@ import torch
 from lrpe_md import linear_attention
 from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.linear import launch as linear_launch
-from lrpe_md.engine.linear.plan import NORMALIZED, TILES, LinearPass, LinearTile
+from lrpe_md.engine.linear.plan import DECAYING, NORMALIZED, TILES, LinearPass, LinearTile
 from lrpe_md.testing import LinearCase
 
 from .linear_measure import WORKLOADS, Inputs, make_inputs, make_pass
@@ -28,6 +28,7 @@ MAPS: tuple[tuple[Any, int], ...] = (
 )  # fmt: skip
 FORWARDS = (
     LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL, LinearPass.CAUSAL_NORMALIZED,
+    LinearPass.CAUSAL_DECAY,
 )  # fmt: skip
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)
@@ -69,7 +70,8 @@ class LinearPlace(NamedTuple):
             few = self.width == 0 or not linear_launch.fits_one_pass(197, head_dim, num_features)
             names = ("windows" if few else "vit224",)
         elif self.stage.value.startswith("causal"):
-            names = ("causal-relu" if self.stage in NORMALIZED.values() else "causal",)
+            is_normalized, has_decay = self.stage in NORMALIZED.values(), self.stage in DECAYING.values()
+            names = ("causal-relu" if is_normalized else "causal-decay" if has_decay else "causal",)
         elif self.stage is LinearPass.DELTA_KEYS:
             names = ("frames-delta",)
         else:

@@ -193,6 +193,25 @@ def store_rows(p, S, o_r, num_rows, width, V: tl.constexpr):
 
 
 @triton.jit
+def store_block_state(slots, index, S, o_r, width, is_sums, V: tl.constexpr):
+    """Store rows of a state as tokens read it: Sᵀ as operands, and the normaliser's sums.
+
+    ``index`` counts blocks and heads. ``is_sums`` tells whether the rows are "unrotated" sums. Encoded sums are the row
+    after Sᵀ.
+    """
+    p_slots, p_slot_sums = slots
+    SIZE: tl.constexpr = V.v_dim * V.num_features
+    num_rows = tl.where(is_sums, 0, V.v_dim)
+    row_of_sums = tl.where(is_sums, 0, V.v_dim if V.normalizer == "encoded" else -1)
+    for i in tl.static_range(len(S)):
+        o, mask = place_rows(o_r, num_rows, width, i=i, V=V)
+        tl.store(p_slots + index * SIZE + o, S[i].to(p_slots.dtype.element_ty), mask=mask)
+        if V.normalizer != "none":
+            o, mask = place_rows(o_r - row_of_sums, 1, width, i=i, V=V)
+            tl.store(p_slot_sums + index * V.num_sums + o, S[i], mask=mask & (o_r == row_of_sums)[:, None])
+
+
+@triton.jit
 def empty_rows(V: tl.constexpr):
     """Return zero-filled column tiles for V.block_r rows of Sᵀ."""
     S = ()
@@ -264,7 +283,8 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
             None.
         p_decay: decay factors (F, B G).
         series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan being differentiated, and
-            the output for partial sums of dg (programs of a head, F, B G).
+            the output for partial sums of dg (programs of a head, F, B G). Then the slots, or (None, None): what the
+            tokens of each block read after a forward scan, or its gradient after a backward scan with V.adds_first.
         p_offsets: index of the first piece of each block (F + 1).
         numbers: counts, the numbers of elements in a state and in A of a block, and four numbers each for Sᵀ and for
             the sums: the number of rows, the width of a row, and the offsets of the rows and of A. With V.aligned,
@@ -272,7 +292,8 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
     p_parts, p_transitions, p_first = parts
-    p_series, p_partner, p_ddecay = series
+    p_series, p_partner, p_ddecay, slots = series
+    p_slots, _p_slot_sums = slots
     counts, totals, matrix, sums = numbers
     rows, R, F, backward = unpack_numbers(counts)
     size, transition = unpack_numbers(totals)
@@ -282,7 +303,8 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
     row = tl.program_id(0) // (blocks + num_sums)
     block = tl.program_id(0) - row * (blocks + num_sums)
     o_r = block * V.block_r + tl.arange(0, V.block_r)
-    if block == blocks:
+    is_sums = block == blocks
+    if is_sums:
         num_rows, width, begin, matrix_begin = num_sums, sum_width, sum_begin, sum_matrix_begin
         o_r = tl.arange(0, V.block_r)
     size, width, transition = size * UNIT, width * UNIT, transition * UNIT
@@ -297,6 +319,7 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
         S = add_rows(S, load_rows(p_initial, o_r, num_rows, width, V=V))
     for i in range(F):
         f = first + i * step
+        slot = tl.cast(f, tl.int64) * rows + row
         A = load_transition(p_transitions, f, tl.cast(rows, tl.int64) * transition, width, V=V)  # early: loads are slow
         pieces = (tl.load(p_offsets + f), tl.load(p_offsets + f + 1))
         part = sum_rows(p_parts, pieces, (row, rows, R, size), o_r, num_rows, width, V=V)
@@ -305,14 +328,19 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
         store_rows(
             p_series + (tl.cast(f + offset, tl.int64) * rows + row) * size, S, o_r, num_rows, width, V=V
         )  # fmt: skip
+        if V.adds_first:
+            if p_slots is not None:
+                store_block_state(slots, slot, S, o_r, width, is_sums, V=V)
         S = apply_transition(S, A, V=V)
         if V.need_ddecay:
             p_other = p_partner + (tl.cast(f + 1 - offset, tl.int64) * rows + row) * size + begin * UNIT
             ddecay = sum_products(S, load_rows(p_other, o_r, num_rows, width, V=V))
             tl.store(p_ddecay + (tl.cast(block, tl.int64) * F + f) * rows + row, ddecay)
-        S = scale_row(S, tl.load(p_decay + tl.cast(f, tl.int64) * rows + row))
+        S = scale_row(S, tl.load(p_decay + slot))
         if not V.adds_first:
             S = add_rows(S, part)
+            if p_slots is not None:
+                store_block_state(slots, slot, S, o_r, width, is_sums, V=V)
     last = tl.where(backward != 0, 0, F)
     store_rows(p_series + (tl.cast(last, tl.int64) * rows + row) * size, S, o_r, num_rows, width, V=V)
 

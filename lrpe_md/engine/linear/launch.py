@@ -37,6 +37,7 @@ from ..kernels.signature import pack_numbers
 from . import plan as plans
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import (
+    DECAYING,
     NARROWEST,
     NORMALIZED,
     LinearPass,
@@ -358,7 +359,9 @@ class LaunchInputs:
         ptx = has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
-        rows = {} if self.call.attention.normalizer == "none" else NORMALIZED
+        rows = NORMALIZED
+        if self.call.attention.normalizer == "none":
+            rows = {} if self.log_decay is None or spec.map == "none" else DECAYING
         tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
@@ -688,9 +691,7 @@ def scan_states(
     """
     sizes = inputs.sizes
     num_states = sizes.batch if inputs.call.cu_seqlens is None else len(inputs.call.cu_seqlens) - 1
-    shape = (pieces.num_slots, sizes.rows)
-    slot_states = torch.empty(*shape, sizes.v_dim * sizes.num_features, dtype=inputs.operand, device=inputs.device)
-    sums = torch.empty(*shape, sizes.num_sums, dtype=inputs.acc, device=inputs.device)
+    slot_states, sums = allocate_slots(inputs, pieces.num_slots)
     initial_rows = join_state(inputs, initial_state) if initial_state else None
     final_state = None
     if returns_final:
@@ -708,6 +709,15 @@ def scan_states(
     )  # fmt: skip
     launch_with_fallback(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, block), args, (variant, {}))
     return (slot_states, sums), [] if final_state is None else split_state(inputs, final_state)
+
+
+def allocate_slots(inputs: LaunchInputs, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Allocate S, as operands, and the normaliser's sums of each slot."""
+    sizes, shape = inputs.sizes, (num_slots, inputs.sizes.rows)
+    return (
+        torch.empty(*shape, sizes.v_dim * sizes.num_features, dtype=inputs.operand, device=inputs.device),
+        torch.empty(*shape, sizes.num_sums, dtype=inputs.acc, device=inputs.device),
+    )
 
 
 def launch_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStates) -> None:

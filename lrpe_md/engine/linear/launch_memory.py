@@ -27,6 +27,7 @@ from .launch import (
     Pieces,
     Sizes,
     SlotStates,
+    allocate_slots,
     bound_blocks,
     derive_sizes,
     differentiate_causal_keys,
@@ -106,15 +107,14 @@ def form_memory(inputs: LaunchInputs, operands: Operands, returns_state: bool = 
     decay = lay_out_decay(inputs, operands.decay, pieces)
     initial_state, backward_initial_state = join_states(inputs, operands.state)
     scan = Scan(inputs, locate_blocks(inputs, pieces), transitions, decay)
+    if not attention.has_both_directions:
+        slots = allocate_slots(inputs, len(decay))
+        series, _ = scan.run(parts, initial_state, slots=slots)
+        return MemoryStates(*slots, series, None, transitions)
     series, _ = scan.run(parts, initial_state)
-    both = attention.has_both_directions
-    backward_series = scan.run(parts, backward_initial_state, backward=True)[0] if both else None
-    return MemoryStates(
-        *split_sums(inputs, add_scans(series[1:], None if backward_series is None else backward_series[1:])),
-        series,
-        backward_series,
-        transitions,
-    )
+    backward_series, _ = scan.run(parts, backward_initial_state, backward=True)
+    slots = split_sums(inputs, series[1:] + backward_series[1:])
+    return MemoryStates(*slots, series, backward_series, transitions)
 
 
 def join_states(inputs: LaunchInputs, state: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -124,10 +124,6 @@ def join_states(inputs: LaunchInputs, state: Sequence[Tensor]) -> tuple[Tensor |
         join_state(inputs, part) if part else None for part in (state[:count], state[count:])
     )
     return forward_state, backward_state
-
-
-def add_scans(forward: Tensor, backward: Tensor | None) -> Tensor:
-    return forward if backward is None else forward + backward
 
 
 def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,11 +172,11 @@ def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
 
 def lay_out_decay(inputs: LaunchInputs, decay: Tensor | None, pieces: Pieces) -> Tensor:
     """Return the decay (F, B H_k) of each block. The decay of the prefix and of the suffix is 1."""
-    sizes = inputs.sizes
+    sizes, (first, count) = inputs.sizes, place_blocks(inputs)
     shape = (pieces.num_slots, sizes.batch, sizes.groups)
-    block_decay = torch.ones(shape, dtype=inputs.acc, device=inputs.device)
+    fill = torch.ones if decay is None or count < pieces.num_slots else torch.empty
+    block_decay = fill(shape, dtype=inputs.acc, device=inputs.device)
     if decay is not None:
-        first, count = place_blocks(inputs)
         block_decay[first : first + count] = decay if decay.ndim == 1 else decay.permute(2, 0, 1)
     return block_decay.flatten(1)
 
@@ -224,6 +220,7 @@ class Scan(NamedTuple):
         backward: bool = False,
         adds_first: bool = False,
         partner: Tensor | None = None,
+        slots: SlotStates = (None, None),
     ) -> tuple[Tensor, Tensor | None]:
         """Run a scan. Return its series of states and, if ``partner`` is passed, dg (F, B H_k).
 
@@ -239,7 +236,8 @@ class Scan(NamedTuple):
             ddecay = torch.empty(programs, num_blocks, sizes.rows, dtype=torch.float64, device=device)
         variant = Variant(
             **describe_products(inputs), block_r=ROWS, memory=call.attention.rule, adds_first=adds_first,
-            need_ddecay=partner is not None,
+            need_ddecay=partner is not None, normalizer=call.attention.normalizer, v_dim=sizes.v_dim,
+            num_features=sizes.num_features, num_sums=sizes.num_sums,
         )  # fmt: skip
         unit, totals = UNIT if variant.aligned else 1, (sizes.state, count_transition(sizes, call))
         numbers = (
@@ -247,7 +245,8 @@ class Scan(NamedTuple):
             *(pack_numbers(extent.num_rows, *(n // unit for n in extent[1:])) for extent in extents),
         )  # fmt: skip
         args = (
-            (parts, self.transitions, initial_rows), self.decay, (series, partner, ddecay), self.offsets, numbers
+            (parts, self.transitions, initial_rows), self.decay, (series, partner, ddecay, tuple(slots)), self.offsets,
+            numbers,
         )  # fmt: skip
         options = {"num_warps": SCAN_WARPS}
         launch.launch_with_fallback(
@@ -322,8 +321,9 @@ def differentiate(
     decay = lay_out_decay(inputs, operands.decay, pieces)
     scan, needs_ddecay = Scan(inputs, locate_blocks(inputs, pieces), memory.transitions, decay), inputs.needs.decay
     dstate_rows, backward_dstate_rows = join_states(inputs, dstate)
+    slots = (None, None) if attention.has_both_directions else allocate_slots(inputs, len(decay))
     gradients, ddecay = scan.run(
-        parts, dstate_rows, backward=True, adds_first=True, partner=memory.series if needs_ddecay else None
+        parts, dstate_rows, backward=True, adds_first=True, partner=memory.series if needs_ddecay else None, slots=slots
     )  # fmt: skip
     forward_pair = Pair(memory.series[:-1], gradients[1:])
     backward_pair, state_gradients = None, split_state(inputs, gradients[0]) if inputs.needs.state else []
@@ -334,13 +334,11 @@ def differentiate(
         backward_pair = Pair(memory.backward_series[1:], backward_gradients[:-1])
         state_gradients += split_state(inputs, backward_gradients[-1]) if inputs.needs.state else []
         ddecay = None if ddecay is None or backward_ddecay is None else ddecay + backward_ddecay
-    dslot_states = split_sums(
-        inputs, add_scans(forward_pair.gradients, None if backward_pair is None else backward_pair.gradients)
-    )
+        slots = split_sums(inputs, forward_pair.gradients + backward_pair.gradients)
     if attention.rule == "delta":
-        differentiate_delta(inputs, grads, dslot_states, (forward_pair, backward_pair), decay)
+        differentiate_delta(inputs, grads, slots, (forward_pair, backward_pair), decay)
     else:
-        differentiate_keys(inputs, grads, dslot_states)
+        differentiate_keys(inputs, grads, slots)
     if needs_ddecay and ddecay is not None and operands.decay is not None:
         state_gradients.append(reduce_block_decay(inputs, ddecay, operands.decay))
     return state_gradients
@@ -362,7 +360,7 @@ class Pair(NamedTuple):
 def differentiate_delta(
     inputs: LaunchInputs,
     grads: Grads,
-    dslot_states: tuple[Tensor, Tensor],
+    dslot_states: SlotStates,
     scans: tuple[Pair, Pair | None],
     decay: Tensor,
 ) -> None:

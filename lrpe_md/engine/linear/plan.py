@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "NORMALIZED", "PIECE", "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile",
+    "DECAYING", "NORMALIZED", "PIECE", "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile",
     "choose_value_widths", "choose_walk", "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels",
     "pad_width", "shrink",
 ]  # fmt: skip
@@ -27,12 +27,15 @@ class LinearPass(Enum):
     CAUSAL_KEYS = "causal_keys"  # → dk, dv
     CAUSAL_NORMALIZED = "causal_normalized"  # tiles of CAUSAL with a normalizer
     CAUSAL_KEYS_NORMALIZED = "causal_keys_normalized"  # tiles of CAUSAL_KEYS with a normalizer
+    CAUSAL_DECAY = "causal_decay"  # tiles of CAUSAL with a decay and a map, without a normalizer
+    CAUSAL_KEYS_DECAY = "causal_keys_decay"  # tiles of CAUSAL_KEYS with a decay and a map, without a normalizer
 
 
 NORMALIZED = {
     LinearPass.CAUSAL: LinearPass.CAUSAL_NORMALIZED, LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_NORMALIZED
 }  # fmt: skip
-CAUSAL_PASSES = (*NORMALIZED, *NORMALIZED.values(), LinearPass.CAUSAL_QUERIES)
+DECAYING = {LinearPass.CAUSAL: LinearPass.CAUSAL_DECAY, LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_DECAY}
+CAUSAL_PASSES = (*NORMALIZED, *NORMALIZED.values(), *DECAYING.values(), LinearPass.CAUSAL_QUERIES)
 
 
 class LinearTile(NamedTuple):
@@ -67,6 +70,8 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.CAUSAL_KEYS: (_64_SHALLOW, _64_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
     LinearPass.CAUSAL_NORMALIZED: (_64, _64, _64_SHALLOW, _64_TWO, LinearTile(64, 8, 1)),
     LinearPass.CAUSAL_KEYS_NORMALIZED: (_32_SHALLOW, _32_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(64, 8, 1)),
+    LinearPass.CAUSAL_DECAY: (_64, _64, _32_FREE, _64_TWO, _64_TWO),
+    LinearPass.CAUSAL_KEYS_DECAY: (_32_FREE, _32_FREE, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
 }  # fmt: skip
 BOUNDS = (2048, 4096, 8192, 16384, 24576)
 NARROWEST = 16  # minimum number of channels of a tile on matrix units
