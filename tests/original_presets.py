@@ -45,7 +45,7 @@ def swap(*xs):
 
 
 def on(tokens, call, *xs):
-    """Apply ``call`` to a slice of the tokens, and return the others unchanged."""
+    """Apply ``call`` to a slice of the tokens, and return the other tokens unchanged."""
     found = []
     for x in xs:
         y = x.clone()

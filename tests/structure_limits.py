@@ -45,7 +45,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 class Place(NamedTuple):
     """A function and its qualified name."""
 
-    name: str  # includes enclosing classes and functions
+    name: str  # including enclosing classes and functions
     node: Function
     is_method: bool
 

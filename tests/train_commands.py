@@ -1,4 +1,4 @@
-"""Run ``lrpe-md train`` commands in this process, and interrupt training."""
+"""Run ``lrpe-md train`` commands in this process, and interrupt training runs."""
 
 from collections.abc import Callable, Mapping
 from itertools import count

@@ -116,7 +116,7 @@ class Probe:
         self.form: tuple[str, tuple[bool, ...]] = ("tensor", ())
         ranks = {e[1] for e in self.data}
         if len(ranks) != 1 or not ranks <= {2, 3, 4} or any(e[3] < 2 for e in self.data):
-            raise Unlike(0, "takes no tensors with 2, 3 or 4 dimensions that it could rotate")
+            raise Unlike(0, "takes no tensors with 2, 3 or 4 dimensions to rotate")
         self.axes = _AXES[ranks.pop() - 1]
 
     def arguments(self, xs: list[Tensor], leaves: list[Any]) -> list[Any]:
@@ -353,11 +353,11 @@ class Reading:
         else:
             if not self.total:
                 raise Unlike(
-                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles, in another "
-                    "argument or a tensor of its object. If the function computes them from positions, see recognise()"
+                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles in another "
+                    "argument or a tensor of the object. If the function computes them from positions, see recognise()"
                 )  # fmt: skip
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
-                raise Unlike(5, "negates cos, or exchanges cos and sin, which is not a rotation by the tables")
+                raise Unlike(5, "negates cos, or swaps cos and sin, so it does not rotate by the tables")
             what = "does not rotate pairs by the entries of its tables: it scales or mixes them, or uses other angles"
             raise Unlike(4, f"{what}; {_OWN_TABLES}")
         width, step = pairs.span[1] - pairs.span[0], 2 * pairs.distance
@@ -399,7 +399,7 @@ class Reading:
                 if len({index - n for index, n in zip(column, numbers, strict=True)}) == 1:
                     begins[at] = column[0] - numbers[0]
                     return at
-            raise Unlike(5, "reads its tables in a different order than the tokens'")
+            raise Unlike(5, "reads its tables in an order that differs from the tokens'")
 
         def locate(numbers: Tensor, is_negated: bool) -> tuple[Any, ...]:
             """Return the leaf, the sign and the index of a channel whose entries have these numbers."""

@@ -145,7 +145,7 @@ def main(
     ] = None,
     omega: Annotated[str | None, typer.Option(help=f"Frequencies: {', '.join(OMEGAS)}. (default: all)")] = None,
     modes: Annotated[str | None, typer.Option(help=f"Modes: {', '.join(MODES)}. (default: the first three)")] = None,
-    peers: Annotated[str | None, typer.Option(help="Peers, separated by semicolons; a wrong name lists all.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Libraries to compare, separated by semicolons.")] = None,
     variants: Annotated[bool, typer.Option("--variants", help="Also measure variants of lrpe-md's passes.")] = False,
     liger: Annotated[
         Path | None, typer.Option(help="Liger-Kernel checkout, or the folder that contains its package.")
@@ -153,7 +153,7 @@ def main(
     flash_attn: Annotated[Path | None, typer.Option(help="flash-attention checkout.")] = None,
     xopes: Annotated[Path | None, typer.Option(help="xopes checkout.")] = None,
     time_inexact: Annotated[
-        bool, typer.Option("--time-inexact", help="Also time peers outside the error budget.")
+        bool, typer.Option("--time-inexact", help="Also time peers whose errors exceed the budget.")
     ] = False,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 100,

@@ -560,7 +560,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 def main(
     folder: Annotated[
         Path,
-        typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv, and for the plots."),
+        typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv. Plots are saved there too."),
     ] = RESULTS,
     to: Annotated[
         Path, typer.Option("--pages", show_default=shown(PAGES), help="Output folder for the pages.")

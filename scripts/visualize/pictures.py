@@ -203,7 +203,7 @@ def main(
     head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed for random directions.")] = 0,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Draw one figure with a row for each preset, instead of one figure each.")
+        bool, typer.Option("--compare", help="Draw one figure with a row for each preset.")
     ] = False,
     shape: Annotated[
         str | None,

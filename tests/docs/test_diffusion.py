@@ -1,4 +1,4 @@
-"""The first run of docs/diffusion.md: its data, its commands with few steps, and sampling in Python."""
+"""The first run of docs/diffusion.md works: the data, the commands with few steps, and sampling in Python."""
 
 import doctest
 import re

@@ -163,7 +163,7 @@ def test_stream_video(tmp_path, capsys):
 
 
 def reject(name, *command):
-    """Run an example with a mistake, which must end with a usage error."""
+    """Run an example with a mistake, and check that it ends with a usage error."""
     with pytest.raises(SystemExit) as raised:
         load(name).main([str(arg) for arg in command])
     assert raised.value.code not in (0, None)
@@ -171,7 +171,7 @@ def reject(name, *command):
 
 
 def test_stream_video_with_a_trained_model(tmp_path, capsys):
-    """The scores of the frame that ends a clip are those of the clip."""
+    """The last frame of a clip has the same scores as the clip."""
     from lrpe_md.scripts.train.runs import load_clip, load_run
     from lrpe_md.scripts.train.tasks.video import VideoTraining, run
 

@@ -1,4 +1,4 @@
-"""drop_in replaces third-party rotary functions with our kernel; outputs, dtypes and gradients are equal."""
+"""drop_in replaces third-party rotary functions with our kernel. Outputs, dtypes and gradients stay the same."""
 
 import copy
 import functools
@@ -50,7 +50,7 @@ def cast(value, dtype):
 
 
 def run_both(function, ours, args, kwargs, launches):
-    """Return the outputs of the original and of the drop-in, which must have launched our kernel."""
+    """Return the outputs of the original and of the drop-in. Check that the drop-in has launched our kernel."""
     expected = function(*copy.deepcopy(args), **kwargs)
     ours(*args, **kwargs)  # probes
     launches.clear()
@@ -73,7 +73,7 @@ def drop(name):
 
 
 def call_of(name):
-    """Return a function and the arguments of a call; its drop-in is reused in all tests."""
+    """Return a function and the arguments of a call. All tests reuse the function's drop-in."""
     call = rf.calls()[name]
     return drop(name).original, call.args, call.kwargs
 
@@ -550,7 +550,7 @@ def test_the_random_state_is_left(launches):
 
 @pytest.mark.parametrize("name", [*SOME, "torchtune, positions", "lightning", "timm, half"])
 def test_compile(name, launches):
-    """The drop-in compiles to one graph, also for new kinds of arguments."""
+    """The drop-in compiles to one graph, even for new kinds of arguments."""
     torch._dynamo.reset()
     function, args, kwargs = call_of(name)
     compiled = torch.compile(drop_in(function), fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""adapt_rotary: whole models of timm, diffusers and transformers give the same results with our kernels.
+"""With adapt_rotary, whole models of timm, diffusers and transformers give the same results with our kernels.
 
 The bound is 1e-5, for outputs of order 1 and for their gradients.
 """
@@ -86,7 +86,7 @@ def same(model, adapted, call, x, seed=None):
     assert 0.1 < y.abs().max() < 10
     torch.testing.assert_close(z, y, rtol=0, atol=BOUND)
     assert dz.keys() == dy.keys()
-    # Also of order 1; the gradient of some weights is only rounding error (a bias shared by all keys).
+    # Gradients are also of order 1. Those of some weights are only rounding error (a bias shared by all keys).
     largest = max(g.abs().max() for name, g in dy.items() if name != "x")
     for name in dy:
         scale = dy[name].abs().max() if name in ("x", "rope.freqs") else largest
@@ -542,7 +542,7 @@ def test_transformers(name, calls, unturned):
     "sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [24, 20, 20], [0, 1, 40], [3, 0, 2], [-1, 2, -1, 7]]
 )
 def test_sections_as_the_original_takes_them(sections):
-    """Qwen3-VL's sections need not add up to the number of pairs; time gets the remainder."""
+    """Qwen3-VL's sections need not add up to the number of pairs. Time gets the remainder."""
     model = qwen("Qwen3VL", mrope_section=sections)
     same(model, adapt_rotary(copy.deepcopy(model)), call_qwen, pixels())
 

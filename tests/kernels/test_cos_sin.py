@@ -1,4 +1,4 @@
-"""The kernels with the caller's cos and sin, against float64, in Triton's interpreter."""
+"""Compare the kernels with the caller's cos and sin with float64, in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -183,7 +183,7 @@ def test_outputs_in_a_cache(start, norm):
 
 
 def test_packed_tokens_and_projections():
-    """Each of the tokens (N, H, D) has a table row; q, k and v of a projection are used as views."""
+    """Each of the tokens (N, H, D) has a table row. q, k and v of a projection are used as views."""
     qkv, tables = torch.randn(9, 3, 4, 8), (torch.randn(9, 8), torch.randn(9, 8))
     q, k, v = rotate(qkv=qkv, tables=tables, impl="triton")
     assert torch.equal(v, qkv[:, 2])

@@ -1,4 +1,4 @@
-"""The diffusion transformer, its text encoder, loss and samplers (models/dit.py, flow.py, text.py)."""
+"""The diffusion transformer, its text encoder, its loss and its samplers (models/dit.py, flow.py, text.py)."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_any_size_frames_text_or_none(name):
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_output_depends_on_positions(name):
-    """Without an encoding, patches are an unordered set; with one, their order and grid matter."""
+    """Without an encoding, patches are an unordered set. With an encoding, their order and grid matter."""
     model = dit(**ENCODINGS[name])
     x, t, text = inputs()
     y = model(x, t, text)
@@ -357,7 +357,7 @@ def test_the_encoder_sees_the_order_of_bytes():
 
 
 class Foreign(nn.Module):
-    """Encoder by a user who has not read the documentation."""
+    """Encoder of a user who has not read the documentation."""
 
     width = 16
 
@@ -423,7 +423,7 @@ def conditioned(name, **kwargs):
 @pytest.mark.parametrize("name", CONDITIONS)
 @torch.no_grad()
 def test_every_condition_says_what_empty_is(name):
-    """Guidance, forward(text=None) and training dropout use the same empty condition; a negative text replaces it."""
+    """Guidance, forward(text=None) and training dropout use the same empty condition. A negative text replaces it."""
     model, x, t, text, negative = conditioned(name)
     y, without = model(x, t, text), model(x, t)
     assert (y - without).abs().amax((1, 2, 3)).min() > 1e-3
@@ -481,7 +481,7 @@ def test_texts_of_different_lengths():
 
 @torch.no_grad()
 def test_an_encoder_that_does_not_say_what_empty_is():
-    """The error is clear; precomputed features become zeros, and a negative text needs no empty condition."""
+    """The error is clear. Precomputed features become zeros, and a negative text needs no empty condition."""
     model = dit(text=False, encoding="rotate", text_encoder=Foreign())
     x, t, _ = inputs()
     labels = torch.tensor([[1], [2]])
@@ -554,7 +554,7 @@ def test_jvp_equals_finite_differences(name):
 
 
 def test_a_mean_flow_step():
-    """Every parameter's gradient is that of |u - target|² with a fixed target, and a step lowers the loss."""
+    """The gradients of all parameters are those of |u - target|² with a fixed target. A step lowers the loss."""
     model = dit(interval=True, depth=1, encoding="rotate").double()
     x, t, text = inputs(4, 6, dtype=torch.float64)
     noise, r = torch.randn_like(x), t / 3
@@ -600,7 +600,7 @@ def test_guidance():
 
 @pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
 def test_order_of_the_samplers(method, order):
-    """The flow dz/dt = t z from t = 1 to 0 gives z(0) = z(1) exp(-1/2); the error falls with steps^-order."""
+    """The flow dz/dt = t z from t = 1 to 0 gives z(0) = z(1) exp(-1/2). The error falls with steps^-order."""
     z = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     errors = [
         (integrate(lambda z, t: t[:, None] * z, z, time_grid(steps), method) - z * math.exp(-0.5)).abs().max().item()
@@ -654,7 +654,7 @@ def test_training_lowers_the_loss_and_runs_at_another_size():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["rotate", "cosine", "linear", "text on an axis"])
 def test_on_a_gpu(name):
-    """The kernels agree with the CPU's reference, also in forward mode; all gradients exist under 16-bit autocast."""
+    """The kernels agree with the CPU's reference, even in forward mode. All gradients exist under 16-bit autocast."""
     model = dit(interval=True, **ENCODINGS[name])
     x, t, text = inputs()
     expected = model(x, t, text)

@@ -1,4 +1,4 @@
-"""Options of the diffusion transformer's blocks (models/blocks.py), as in published models and combined."""
+"""Options of the diffusion transformer's blocks (models/blocks.py), as in published models and in combinations."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_norms_in_the_encoding_change_nothing(name, monkeypatch):
 
 
 def test_registers_are_not_rotated():
-    """Registers are between text and patches, which keep their positions."""
+    """Registers are between text and patches. Text and patches keep their positions."""
     assert dit(reg_tokens=3).positions((2, 3), 4) == Grid((2, 3), prefix=7)
     assert dit(reg_tokens=3, text_attention="cross").positions((2, 3)) == Grid((2, 3), prefix=3)
     assert dit(reg_tokens=3, encoding="flux1").positions((2, 3), 4) == Grid((1, 2, 3), prefix=7)
@@ -205,7 +205,7 @@ def test_registers_are_not_rotated():
 
 @pytest.mark.parametrize("encoding", ["flux1", "qwen_image", "lumina2", "z_image", "wan", "hunyuan_video", "eva02"])
 def test_registers_beside_the_positions_of_a_preset(encoding):
-    """Encoding doesn't change a register, and other tokens are encoded as without registers."""
+    """Encoding doesn't change a register. Other tokens are encoded as they are without registers."""
     plain, ours = (dit(reg_tokens=n, encoding=encoding, embed_dim=192) for n in (0, 2))
     q = torch.randn(1, 2, 3 + 2 + 6, 96)
     kept = [0, 1, 2, *range(5, 11)]
@@ -234,7 +234,7 @@ def test_registers_are_attended_to():
 
 @torch.no_grad()
 def test_the_output_is_that_of_patches():
-    """Registers change nothing while blocks are the identity."""
+    """Registers change nothing as long as blocks are the identity."""
     plain, ours = dit(seed=None), dit(seed=None, reg_tokens=2)
     torch.nn.init.normal_(plain.head.weight)
     ours.load_state_dict(plain.state_dict(), strict=False)
@@ -298,7 +298,7 @@ def test_labels_steer_without_text():
 
 @torch.no_grad()
 def test_the_order_of_a_sine_cosine_table():
-    """Values are the same in a different channel order: for each axis, last first, the sines and then the cosines."""
+    """Values are the same in another channel order: the sines, then the cosines, for each axis, last axis first."""
     tables = []
     for absolute in ("sincos", "sincos_dit"):
         model = dit(absolute=absolute)

@@ -263,7 +263,7 @@ def test_unknown_policy_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["shards", "folder", "memory"])
 def test_mixed_sizes_and_buckets(kind, tmp_path, monkeypatch):
-    """A step's images have one shape, all shapes occur, and a killed run ends like an uninterrupted one."""
+    """All images in a step have the same shape, all shapes occur, and a killed run ends like an uninterrupted one."""
     shapes, loss = [], train_image.loss
 
     def seen(config, model, images, mix=None):
@@ -321,7 +321,7 @@ def weights_of(config: ImageTraining) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["shards", "hub", "folder"])
 def test_resumed_run_equals_uninterrupted_run(kind, shards, hub, tmp_path, monkeypatch):
-    """The run is killed in the main process, then finished by worker processes, with every augmentation."""
+    """The run uses every augmentation. It is killed in the main process, and then finished by worker processes."""
     data = {"shards": shards, "hub": hub, "folder": write_folders(tmp_path / "folder", "abc")}[kind]
     options = {**SMALL, **AUGMENTED, "data": data, "stream": kind == "folder"}
     whole = ImageTraining(out=tmp_path / "whole", **options)

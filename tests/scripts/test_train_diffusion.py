@@ -1,4 +1,4 @@
-"""Training the diffusion model: captioned images in every supported format, training, samples, resuming."""
+"""Training the diffusion model: captioned images in every supported format, training, samples and resuming."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = {
 
 
 def images(folder, size=(8, 8)):
-    """Write 24 plain images; return (name, caption) pairs."""
+    """Write 24 plain images, and return (name, caption) pairs."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for i in range(6):
@@ -180,7 +180,7 @@ BAD = {
 
 
 def test_a_few_captions_are_enough(folder):
-    """In a small dataset, the hash chooses no sample. One is held out anyway, always the same one."""
+    """In a small dataset, the hash chooses no sample. One sample is held out anyway, and it is always the same one."""
     for limit in (2, 3, 5):
         found = load(folder, limit=limit, parts=10**6)
         assert found.held_out.sum() == 1

@@ -1,4 +1,4 @@
-"""Training the image model on synthetic images, and the ViT's positions over a reference grid."""
+"""Training the image model on synthetic images, and the ViT's positions on a reference grid."""
 
 import gzip
 import json
@@ -482,7 +482,7 @@ def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_training_starts_from_a_run(data, tmp_path, capsys):
-    """Averaged weights are preferred; the run's identity depends on the weights, not their path."""
+    """Averaged weights are preferred. The identity of the run depends on the weights, and not on their path."""
     options = {**SMALL, "steps": 6}
     train_image.run(ImageTraining(data=data, out=tmp_path / "first", **options))
     start = torch.load(tmp_path / "first" / "checkpoint.pt")["average"]
@@ -510,7 +510,7 @@ def test_training_starts_from_a_run(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth", "tar"])
 def test_timms_checkpoints(tmp_path, suffix, capsys):
-    """A class token, channels, patches and classes that differ are resampled or left out, with a message."""
+    """If a class token, channels, patches or classes differ, they are resampled or left out, with a message."""
     theirs = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=48, depth=1, num_heads=2, num_classes=7
     )
@@ -645,7 +645,7 @@ def test_weights_of_another_size_and_encoding(tmp_path, capsys):
 
 @pytest.mark.parametrize("encoding", ["rotate-learnable", "rotate-mixed"])
 def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, encoding, capsys):
-    """Old weights contain theta and omega in their full shapes, and theta itself, with some negative values."""
+    """Old weights contain theta and omega in their full shapes. theta is stored directly, with some negative values."""
     first = build_model(encoding=encoding)
     weights = random_weights(first)
     name = next(name for name in weights if name.startswith("encoding."))

@@ -1,4 +1,4 @@
-"""--attention by layer and --memory of the training commands: model, checkpoint, samples, comparison, errors."""
+"""The options --attention (by layer) and --memory of the training commands: models, checkpoints, samples and errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_memories_by_text():
 
 
 def test_arguments_of_several_kinds():
-    """A hybrid gets the arguments that its linear layers need, and each kind is the same as on its own."""
+    """A hybrid gets the arguments that its linear layers need. Each kind of layer is the same as on its own."""
     assert IMAGES.attention_arguments("softmax") == {"attention": "softmax"}
     alone = IMAGES.attention_arguments("linear")
     assert alone == {"attention": "linear", "normalizer": "none", "scale_attn_norm": True}

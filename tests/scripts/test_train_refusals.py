@@ -1,6 +1,6 @@
 """User errors and disk failures.
 
-Each prints a one-line message, and nothing is left incomplete or lost.
+Each error prints a one-line message. No file is left incomplete, and nothing is lost.
 """
 
 import io
@@ -210,7 +210,7 @@ def test_list_is_not_a_checkpoint(tmp_path):
 
 
 def test_damaged_samples(tmp_path):
-    """Cover another file, a truncated one, and flipped bytes."""
+    """Cover a different file, a truncated file, and flipped bytes."""
     path = tmp_path / "samples.npz"
     samples.keep(path, ["a"], {"one": np.zeros((1, 8, 8, 3), np.uint8)})
     whole = path.read_bytes()

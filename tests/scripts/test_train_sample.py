@@ -96,7 +96,7 @@ def test_a_sheet_of_prompts(run_folder, tmp_path):
 
 
 def test_a_negative_prompt(run_folder, tmp_path):
-    """Sampling steers away from the negative prompt, which is an error if guidance is off."""
+    """Sampling steers away from the negative prompt. Without guidance, a negative prompt is an error."""
     state = read_checkpoint(run_folder / "checkpoint.pt")
 
     def images(scale, negative):
@@ -158,7 +158,7 @@ def test_rescaled_positions_keep_the_aspect_ratio(grid, expected):
 
 
 def test_a_loaded_model_samples_other_sizes_like_the_command(run_folder):
-    """By default, it rescales positions; ``reference=None`` extrapolates them."""
+    """By default, it rescales positions. ``reference=None`` extrapolates them."""
     model, noise, text = load_run(run_folder), draw_noise(2, (3, 12, 8), 0), tokenize(["red tile"] * 2)
     painter = Painter(read_checkpoint(run_folder / "checkpoint.pt"), CPU)
     for positions in ("rescaled", "extrapolated"):

@@ -103,7 +103,7 @@ def test_missing_and_unreadable_videos(tmp_path):
 
 
 def write_format(path: Path, num: int) -> Path:
-    """Write noisy grey frames, so that truncation removes data; an .mp4 has its header first."""
+    """Write noisy grey frames, so that truncation removes data. An .mp4 has its header first."""
     import av
 
     options = {"movflags": "faststart"} if path.suffix == ".mp4" else {}
@@ -141,7 +141,7 @@ def test_list_of_files_is_refused(footage, tmp_path, name):
 
 
 def test_footage_given_twice_is_refused(tmp_path):
-    """Its frames would be in both the training and the test set."""
+    """Otherwise, its frames would be in both the training and the test set."""
     (tmp_path / "a.mp4").touch()
     for again in (tmp_path / "a.mp4", tmp_path / ".." / tmp_path.name):
         with pytest.raises(VideoError, match=r"each video once, got a\.mp4 more than once"):
@@ -395,7 +395,7 @@ def train_once(footage, out, **options):
 
 @needs_decoder
 def test_footage_is_decoded_once_across_runs(footage, tmp_path, monkeypatch):
-    """The cache key is the file's content, the size and the decoder; damaged or incomplete entries are recomputed."""
+    """The cache key is the file's content, the size and the decoder. Damaged or incomplete entries are recomputed."""
     decoded, real = [], video_data.decode
     monkeypatch.setattr(video_data, "decode", lambda *args: decoded.append(args) or real(*args))
     cache = tmp_path / "cache"
@@ -539,7 +539,7 @@ def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_p
 
 
 def test_training_starts_from_an_image_model(tmp_path):
-    """Patch kernels are divided among the frames of a tubelet; a head for other classes is left out."""
+    """Patch kernels are divided among the frames of a tubelet. A head for other classes is left out."""
     options = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, "absolute": "none"}
     image = LrpeVisionTransformer(num_classes=3, encoding="rotate", encoding_kwargs={"learnable": True}, **options)
     video = LrpeVideoTransformer(

@@ -1,4 +1,4 @@
-"""The tuner: candidates, results for synthetic times, the printed table, and --check."""
+"""The tuner: candidates, results for synthetic times, the printed table and --check."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_candidates(place):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_problem_uses_its_tile(place):
-    """A problem doesn't use any other tile in the row; this runs in the interpreter on few tokens."""
+    """A problem doesn't use any other tile in the row. This test runs in the interpreter on few tokens."""
     before = dict(TILES)
     cases = place.cases(small=True)
     assert cases.keys() == place.cases().keys()
@@ -92,7 +92,7 @@ def test_every_tile_of_linear_attention_has_a_place():
 
 @pytest.mark.parametrize("place", LINEAR, ids=str)
 def test_linear_problem_uses_its_tile(place, monkeypatch):
-    """Check the requested pass and state size, since the interpreter itself uses another tile."""
+    """Check the requested pass and state size, because the interpreter itself uses another tile."""
     asked = set()
 
     def choose(stage, state, itemsize, interpreting, aligned):
@@ -187,7 +187,7 @@ def test_failing_tile_is_never_best():
 
 
 def test_a_measurement(monkeypatch, tmp_path):
-    """Measure the passes of a problem on inputs that are created once; each time is saved at once."""
+    """Measure the passes of a problem. Inputs are created once, and each time is saved immediately."""
     ran = []
 
     def clock(fns, rep):

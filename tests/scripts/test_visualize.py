@@ -1,4 +1,4 @@
-"""scripts.visualize: the numbers in the panels, compared with plain Python loops, and every figure."""
+"""scripts.visualize: every figure, and a comparison of the numbers in the panels with plain Python loops."""
 
 import json
 import math
@@ -227,7 +227,7 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
 
 
 def test_angles_and_similarity_by_hand():
-    """EVA-02: h·16/H on the first half of the pairs, w·16/W on the second; class tokens at zero."""
+    """EVA-02 has h·16/H on the first half of the pairs and w·16/W on the second half. Class tokens are at zero."""
     view = tiny("eva02", text=2, token="1x4")
     theta = data.token_angles(view.layout, view.omega(view.default_variant))
     assert theta.shape == (2 + 24, 32)
@@ -242,12 +242,12 @@ def test_angles_and_similarity_by_hand():
     score = [sum(math.cos(a - b) for a, b in zip(row, at, strict=True)) / 32 for row in ([0.0] * 32,) * 2 + (*found,)]
     names, values = view.scores()[0]
     assert values.tolist() == pytest.approx(score, abs=1e-12)
-    # both orders, since the axes have equal series
+    # both orders, because the axes have equal series
     assert names == [("rotate", "major_first"), ("rotate", "minor_first")]
 
 
 def test_each_map_and_axis_order_by_hand():
-    """Pixtral has one series: even members belong to the first axis, odd ones to the second."""
+    """Pixtral has one series. Even members belong to the first axis, and odd members to the second."""
     view = tiny("pixtral", token="2x1")
     scores = view.scores()
     assert [names for names, _ in scores] == [[(m, o)] for m in ("rotate", "cosine") for o in
@@ -393,7 +393,7 @@ def test_cuts_go_through_the_token():
 
 
 def test_equal_maps_are_drawn_separately():
-    """cosFormer has a single frequency, so that rotation gives the same similarity."""
+    """cosFormer has a single frequency, so a rotation gives the same similarity."""
     (own, first), (other, second) = tiny("cosformer").scores()
     assert (own, other) == ([("cosine", data.NO_ORDER)], [("rotate", data.NO_ORDER)])
     assert torch.equal(first, second)

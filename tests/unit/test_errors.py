@@ -1,4 +1,4 @@
-"""User errors: each raises one clear message before anything is launched."""
+"""User errors. Each one raises a clear message before anything is launched."""
 
 import pytest
 import torch
@@ -387,7 +387,7 @@ def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
 
 
 def test_auto_warns_once_without_triton(monkeypatch):
-    """The reference runs on a GPU without triton, after one warning."""
+    """On a GPU without triton, the reference runs after one warning."""
     monkeypatch.setattr(operator, "HAS_TRITON", False)
 
     class OnGpu:

@@ -1,4 +1,4 @@
-"""Invalid arguments of :func:`lrpe_md.linear_attention`: one clear error each, before anything runs."""
+"""Invalid arguments of :func:`lrpe_md.linear_attention`. Each one raises a clear error before anything runs."""
 
 import pytest
 import torch

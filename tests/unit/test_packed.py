@@ -328,7 +328,7 @@ def test_xpos_scores_only_depend_on_relative_positions():
 
 
 def test_xpos_with_masks_offsets_and_packing():
-    """Unrotated tokens keep their norm, q and k have separate positions, and packed sequences restart."""
+    """Unrotated tokens keep their norm, q and k have separate positions, and positions restart in packed sequences."""
     q, k = projection(1, 2, 6), projection(1, 2, 6)
     where = Coordinates(torch.arange(3)[:, None], prefix=2, suffix=1)
     a, b = scale_xpos(q, k, positions=where, scale_base=4.0)

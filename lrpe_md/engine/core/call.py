@@ -282,7 +282,7 @@ class Variant(NamedTuple):
     tables: str = "none"  # | "pairs" | "full"
     joined: bool = False  # cos and sin are interleaved in memory
     inverse: bool = False  # sin is negated
-    table_unit: int = 1  # if above 1, entries are adjacent, and strides are multiples of it, so that loads are aligned
+    table_unit: int = 1  # if above 1: entries are adjacent, and strides are multiples of this, for aligned loads
     # The norm.
     has_weight: bool = False
     has_bias: bool = False

@@ -153,8 +153,8 @@ def check_decay_range(decay: Tensor | None) -> None:
     smallest, largest = decay.detach().aminmax()
     if not (smallest > 0 and largest <= 1):  # also catches NaN
         raise ValueError(
-            f"decay: expected factors in (0, 1], got values from {smallest:g} to {largest:g}; 1 keeps "
-            "everything; use a sigmoid to keep learned factors in range"
+            f"decay: expected factors in (0, 1], got values from {smallest:g} to {largest:g}; use a sigmoid to keep "
+            "learned factors in range"
         )
 
 
