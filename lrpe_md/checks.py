@@ -21,7 +21,7 @@ __all__ = [
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
-    """Return one value per tensor (q and k). A tuple must have one value per tensor; any other value is repeated."""
+    """Return one value per tensor (q and k). A tuple must have one value per tensor. Any other value is repeated."""
     if type(value) is not tuple:
         return (value,) * num_tensors
     if len(value) != num_tensors or num_tensors != 2:

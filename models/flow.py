@@ -129,7 +129,8 @@ def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = None) -> Velocity:
-    """Return a function (z, t) → v_neg + scale · (v_text - v_neg), where v_neg is the velocity with the negative text.
+    """Return a function of (z, t) for v_neg + scale · (v_text - v_neg), where v_neg is the velocity with the negative
+    text.
 
     Texts are encoded only once. If the model predicts noise or samples, so does the returned function; see
     :func:`velocity_of`.

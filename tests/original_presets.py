@@ -1,4 +1,4 @@
-"""Calls of the presets' original code, as functions (q, k, preset, segments, options) → (q, k)."""
+"""Calls of the presets' original code, as functions of (q, k, preset, segments, options) that return (q, k)."""
 
 import importlib
 import math

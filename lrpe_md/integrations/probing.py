@@ -419,7 +419,7 @@ class Reading:
         if not followed:
             raise Unlike(5, "rotates all tokens by the same angles")
         axes = [a for a in range(len(box)) if a != followed[-1]]
-        if len(axes) == 1:  # batch if the tables vary along it, else heads
+        if len(axes) == 1:  # the batch axis if the tables vary along it, or else the heads axis
             axes.insert(axes[0] in followed, -1)
         axes = (*range(len(axes) - 2, 0), *axes, followed[-1])
         labels = [*range(len(box)), "channels"]

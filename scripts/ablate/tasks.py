@@ -29,7 +29,7 @@ from ..train.encodings import fingerprint_scheme, split_options
 from ..train.tasks import diffusion, digits, image, lm, recall, video
 from ..train.weights import EXPORT
 
-Values = dict[str, dict[str, float]]  # series (such as positions) → size → value, the training size first
+Values = dict[str, dict[str, float]]  # values by series (such as positions) and size, training size first
 CHOSEN = (
     "out",
     "data",

@@ -163,7 +163,7 @@ def shrink(work: Workload) -> Workload:
 
 AnyPlace: TypeAlias = Place | LinearPlace
 AnyTile: TypeAlias = Tile | LinearTile
-Times: TypeAlias = dict[Any, dict[str, float]]  # tile → problem → milliseconds, infinite if the tile can't run
+Times: TypeAlias = dict[Any, dict[str, float]]  # milliseconds by tile and problem, infinite if the tile can't run
 Measure = Callable[[Any, str], float]
 
 

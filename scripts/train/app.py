@@ -11,7 +11,7 @@ import typer
 
 from ..common.lazy import lazy_app
 
-# Task → configuration class (in the module named after the task), and a one-line help text.
+# Maps a task to its configuration class (in the module named after the task) and a one-line help text.
 TRAININGS = {
     "digits": ("DigitsTraining", "Train a small ViT on scikit-learn's digits, in seconds on a CPU."),
     "image": ("ImageTraining", "Train a ViT on labelled images."),

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...models.flow import NOISE_START, Prediction, guided, sample, velocity_of
 
 METHODS = ("euler", "heun")
-SCHEDULERS = {  # name → diffusers class and its arguments
+SCHEDULERS = {  # maps a name to a diffusers class and its arguments
     "dpm++": ("DPMSolverMultistepScheduler", {"solver_order": 2, "algorithm_type": "dpmsolver++"}),
     "unipc": ("UniPCMultistepScheduler", {"solver_order": 2}),
 }

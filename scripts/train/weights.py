@@ -36,7 +36,7 @@ LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
 NORMS = (".attn.norm.", ".image.norm.", ".text.norm.")
 SIZES = ("patch", "dim", "depth", "heads", "qk_norm")
 FREE = ("encoding", "attention", "memory")  # model options that may differ, unless they change the weights' names
-# Kind of condition → name of the condition, and how to train with it.
+# Maps a kind of condition to the name of the condition and how to train with it.
 KINDS = {
     "captions": ("captions", "--condition captions, and data with captions"),
     "labels": ("class labels", "--condition labels, and data with classes"),

@@ -50,7 +50,7 @@ PANELS = {
 }  # fmt: skip
 
 
-OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # argument of the library → option
+OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # options by argument of the library
 IMPLIED = ("token", "segments", "shape", "reference")  # arguments for which the option depends on the call
 
 

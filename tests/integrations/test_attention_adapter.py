@@ -199,7 +199,7 @@ def test_blocks_compiled_one_by_one():
     found, same = (run(partial(run_all, m, inputs), (), m) for m in (model, twin))
     exact = run(partial(run_all, wide := copy.deepcopy(twin).double(), [to_double(x) for x in inputs]), (), wide)
     assert_within_budget(found, same, exact)
-    assert graphs.frame_count <= 3  # one per grid, and one because the first block's input is a view
+    assert graphs.frame_count <= 3  # one graph per grid, and another because the first block's input is a view
     hidden, condition = model.embed(*inputs[0])
     with pytest.raises(Exception, match=r"positions|Observed exception"):
         model.blocks[0](hidden, condition)  # outside of the model's forward
@@ -436,7 +436,7 @@ def test_transforms():
 
 
 def test_hooks_on_saved_tensors():
-    """The caller's hooks see every tensor. In-place changes since the forward are detected."""
+    """The caller's hooks see every tensor. In-place changes after the forward are detected."""
     style = STYLES["dit"]
     model, twin = style.pair("rotate", learnable=True)
     inputs = style.inputs((8, 12))

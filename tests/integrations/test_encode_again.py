@@ -317,7 +317,7 @@ def test_compiled(how, impl, options, device):
     for a, b in zip(gradients(again, args), gradients(usual, args), strict=True):
         assert torch.equal(a, b)
     saved = kept_bytes_compiled(usual, args) - kept_bytes_compiled(again, args)
-    # SDPA's backward on a GPU keeps a mask padded to 8 columns, which is padded again; the reference keeps cos and sin.
+    # On a GPU, SDPA's backward stores a padded mask of 8 columns. The reference stores cos and sin.
     padding = N * (-N % 8) * 4 if options and device == "cuda" else 0
     assert saved == 2 * UNIT + padding if impl == "triton" else saved >= 2 * UNIT, saved
 

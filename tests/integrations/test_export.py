@@ -122,7 +122,7 @@ def test_onnx(exported, tmp_path):
         torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-5)
 
 
-# The older exporter can't trace the attention of timm's rotary ViTs, of which adapting only replaces the rotation.
+# The older exporter can't trace the attention of timm's rotary ViTs. Adapting only replaces the rotation in it.
 OLDER = [name for name in MODELS if name != "timm's mixed"]
 
 

@@ -135,7 +135,7 @@ def test_printed_table_of_linear_attention_equals_the_table():
 
 
 def made_up(place, fast, slow=1.0, calls=None):
-    """Return a measure that is fastest for ``fast``, and slower the more a tile differs from it."""
+    """Return a function that times tiles. ``fast`` is the fastest. Others are slower the more they differ from it."""
 
     def measure(tile, problem):
         if calls is not None:

@@ -20,7 +20,7 @@ class Case:
     normalizer: str = "unrotated"
     rule: str = "delta"
     both: bool = False
-    block: int | None = SIZE  # None: causal
+    block: int | None = SIZE  # None means causal
     decay: str = "block"  # | "head" | "one head" | "none"
     prefix: int = 0
     suffix: int = 0

@@ -291,7 +291,7 @@ def test_invalid_rotary_dim(options, message):
 
 
 def original_xpos(t, width, base, longest):
-    """Compute flash-attn's scale of q at positions t, (N, width / 2); that of k is its inverse."""
+    """Compute flash-attn's scale of q (N, width / 2) at positions t. The scale of k is the inverse."""
     scale = (torch.arange(0, width, 2, dtype=torch.float64) + 0.4 * width) / (1.4 * width)
     return scale ** ((t.double() - longest // 2) / base)[..., None]
 
