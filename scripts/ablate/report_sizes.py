@@ -187,7 +187,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     notes = [note for about, note in task.notes.items() if about in shown]
     lines += [" ".join(notes), ""] if notes else []
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:
-        what = "with the same attention, paired by seed"
+        what = "The encodings are compared with the same attention, and paired by seed"
         if seeds > 1:
             what += (
                 ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
@@ -196,7 +196,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
             )
         if (difference(results, baseline)["pairs"] == 2).any():
             what += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
-        lines += [f"**Difference from {baseline}** {what}.", "", *_differences(results, ranking, baseline, digits)]
+        lines += [f"**Difference from {baseline}.** {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += summarize_trainings(results, ranking)
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 

@@ -95,8 +95,8 @@ def adapted(file: Path) -> str:
     rows = read(file)
     lines = [
         "**Models from other libraries** have their published width, a few layers and bfloat16 weights. The table "
-        "lists the original model's time per step, in milliseconds. In brackets, it lists how much `adapt_rotary` "
-        f"changes time and memory. {HOW}. "
+        "lists the original model's time per step, in milliseconds. The changes in time and memory with "
+        f"`adapt_rotary` are in brackets. {HOW}. "
         f"To repeat the measurements, run `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. "
         f"{where(rows)}.",
         "",

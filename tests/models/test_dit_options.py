@@ -79,7 +79,7 @@ def test_text_counts_and_padding_does_not(name):
     y = model(x, t, text)
     torch.testing.assert_close(model(x, t, torch.nn.functional.pad(text, (0, 5))), y, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model(x[:1], t[:1], text[:1, :4]), y[:1], rtol=1e-4, atol=1e-5)
-    # The pooled features don't change, so that only the tokens make a difference.
+    # The pooled features don't change, so only the tokens make a difference.
     encoded = model.encode_text(text)
     other = encoded._replace(features=encoded.features.flip(0), mask=encoded.mask.flip(0))
     assert (model(x, t, other) - y).abs().amax((1, 2, 3)).min() > 1e-3

@@ -130,14 +130,14 @@ def test_numbers_of_the_tables() -> None:
     assert by_key["add", "none"][0] == "91.0 ± 2.5"
     assert by_place["add", "rotate"] == by_key["add", "none"]
 
-    differences = text[text.index("Difference from add with the same positions") :]
+    differences = text[text.index("difference from add with the same positions") :]
     memories = rows_of(differences, "Questions by key")
     assert list(memories) == [("delta", "none"), ("delta", "rotate")]
     interval = ttest_rel(DELTA[2], ADD[2]).confidence_interval(0.95)
     mean, half = (interval.low + interval.high) / 2, (interval.high - interval.low) / 2
     assert memories["delta", "none"][2] == f"**{mean:+.1f} ± {half:.1f}**"
     assert memories["delta", "none"][3] == "+0.7 ± 3.8"  # it includes zero
-    positions = rows_of(text[text.index("Difference from rotate with the same memory") :], "Questions by key")
+    positions = rows_of(text[text.index("difference from rotate with the same memory") :], "Questions by key")
     assert list(positions) == [("add", "none"), ("delta", "none")]
     assert positions["add", "none"][0] == "**+60.0 ± 0.0**"
 

@@ -387,7 +387,7 @@ def test_16_bits_on_a_gpu(data, tmp_path, precision, compile):
         return [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
 
     fast = {"device": "cuda", "precision": precision, "compile": compile}
-    if precision == "fp16":  # loss scaling skips steps, so that runs differ
+    if precision == "fp16":  # loss scaling skips steps, so runs differ
         fast["erase"] = 0.2
     try:
         for name in ("rotate", "cosine-softplus-phase", "cosine-mixed-learnable"):

@@ -425,7 +425,7 @@ def test_text_side_scalings(scaling, parameters):
 
 
 def test_scaling_per_axis():
-    """Each axis has a separate series and amplitude, so that there is one amplitude per pair."""
+    """Each axis has a separate series and amplitude, so there is one amplitude per pair."""
     yarn = partial(yarn_scaling, factor=4.0, original_length=64)
     p, plain = preset("wan", scaling=(None, yarn, partial(ntk_scaling, factor=2.0))), preset("wan")
     assert torch.equal(p.omega[..., 0], plain.omega[..., 0])
