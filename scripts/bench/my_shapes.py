@@ -350,7 +350,7 @@ def main(
         typer.Option(help="Output CSV; the plot is saved next to it. (default: my-shapes.csv, my-shapes-2.csv, ..)"),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Compare lrpe-md's kernels with torch.compile, timm and other installed libraries at your sizes."""
     start, where = time.monotonic(), choose_device(device)

@@ -314,7 +314,7 @@ def passes(rows: pd.DataFrame) -> list[str]:
         "q and k are slices of a packed projection. If a library has to copy them, its time includes the copy. Tables "
         "of cos and sin are precomputed. The backward pass is `torch.autograd.grad` on a retained graph. "
         f"{'✗ marks results outside the error budget. ' if wrong else ''}"
-        "The row \"copy of as many bytes\" shows what share a plain copy reaches at this size.",
+        'The row "copy of as many bytes" shows what share a plain copy reaches at this size.',
         "",
         f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",

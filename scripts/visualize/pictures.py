@@ -173,8 +173,8 @@ def main(
         list[str] | None,
         typer.Option(
             "--preset", "-p",
-            help="Preset to plot, all, the name of your own scheme (with --import MODULE), or a JSON file of a scheme; "
-            "repeatable.",
+            help="Preset to plot: a name, 'all', the name of your own scheme (with --import MODULE), or a JSON file of "
+            "a scheme; repeatable.",
         ),
     ] = None,
     frequencies: Annotated[
