@@ -212,9 +212,10 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
     check_dense(name, t, form)
     if t.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {t.dtype}; if "
-            "FSDP2's mixed precision cast it, first call fully_shard without param_dtype on the module that owns it; "
-            "with FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and ignored_modules if it is learned"
+            f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {t.dtype}. If "
+            "FSDP2's mixed precision cast it, first call fully_shard without param_dtype on the module that owns it. "
+            "With FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and add the module to ignored_modules if it "
+            "learns its frequencies"
         )
     if t.device != xs[0].device:
         raise ValueError(f"{name}: expected a tensor on x's device {xs[0].device}, got {t.device}")

@@ -164,9 +164,9 @@ def check_normalizer(normalizer: Any, act: str) -> None:
         raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {normalizer!r}")
     if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
         raise ValueError(
-            f"normalizer: 'unrotated' divides by act(q) · Σ act(k), which needs an activation that is never negative, "
-            f"one of {NEVER_NEGATIVE}, got act={act!r}; pass act='relu' to the encoding, or use normalizer='none' or "
-            "'encoded'"
+            f"normalizer: 'unrotated' needs an activation that is never negative, one of {NEVER_NEGATIVE}, because it "
+            f"divides by act(q) · Σ act(k), got act={act!r}; pass act='relu' to the encoding, or use normalizer='none' "
+            "or 'encoded'"
         )
 
 
