@@ -517,7 +517,7 @@ def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
     if len({t.inverse for t in turns}) > 1:
         raise Unlike(5, "rotates its tensors by opposite angles")
     if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
-        raise Unlike(5, "has tables that vary along a dimension other than the tokens'")
+        raise Unlike(5, "has tables that vary along a dimension other than that of the tokens")
     like_next = (*map(operator.eq, turns, turns[1:]), False)
     plan = RotationPlan(turns, like_next, layout.relations, probe.form, (torch.float32,) * len(turns))
     if not compare(probe, plan, probe.inputs(shapes, 2)):
