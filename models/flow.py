@@ -157,7 +157,7 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
     if text is None:
         wanted = model.empty_text(batch)
     if away.batch_size not in (1, batch):
-        raise ValueError(f"negative: expected 1 text, or {batch} texts as in text, got {away.batch_size}")
+        raise ValueError(f"negative: expected 1 text, or as many as in text ({batch}), got {away.batch_size}")
     away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
     both = join_texts(wanted, away)
 

@@ -293,7 +293,7 @@ SCHEMES: dict[str, Scheme] = {
     "cogview4": Scheme(
         """CogView4 (diffusers ``CogView4RotaryPosEmbed``).
 
-        Each of h and w is ⌊i · 256 / n⌋, an integer (the option ``size`` replaces 256). Text comes first and is not
+        h and w are the integers ⌊i · 256 / n⌋ (the option ``size`` replaces 256). Text comes first and is not
         rotated.
         """,
         128, Axial((1, 1)), pairs="half", grid=f.rounded_down, tokens=SKIP,

@@ -11,8 +11,8 @@ from ..common.markdown import table
 from ..common.provenance import name_commits
 
 HOW = (
-    "Values are medians of interleaved steps in bfloat16. (host) marks steps in which the CPU spends at least 90% of "
-    "the time launching kernels"
+    "Values are medians of interleaved steps in bfloat16. In steps marked (host), the CPU spends at least 90% of the "
+    "time launching kernels"
 )
 
 

@@ -110,7 +110,7 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
     if not known or settings.get("reference") not in (0, ""):
         return None
     trained, grid = _find_grid(before), _find_grid(settings)
-    if len(grid) == 3 and (settings["causal"] or len(trained) == 2):  # time can't be rescaled, or is new
+    if len(grid) == 3 and (settings["causal"] or len(trained) == 2):  # the time axis can't be rescaled, or is new
         trained = grid[0], *trained[-2:]
     if trained == grid:
         return None
@@ -226,7 +226,7 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
     if models[0] == models[1]:
         differ.pop("model", None)
     else:
-        sizes = ("patch", "dim", "depth", "heads") if models[0] else ()  # a timm model defines its sizes
+        sizes = ("patch", "dim", "depth", "heads") if models[0] else ()  # a timm model has fixed sizes
         differ = {name: value for name, value in differ.items() if name not in sizes} | {"model": models[0]}
     named = {name: value for name, value in differ.items() if name not in FREE}
     named = named or ({"heads": heads} if heads else differ)

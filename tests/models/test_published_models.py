@@ -295,8 +295,10 @@ class SiTBlock(nn.Module):
 
 
 class SiT(nn.Module):
-    """SiT (arXiv 2401.08740), which has DiT's blocks; ``lightning`` adds RMSNorm, SwiGLU, qk-norm and RoPE
-    (LightningDiT, arXiv 2501.01423)."""
+    """SiT (arXiv 2401.08740), which has DiT's blocks.
+
+    ``lightning`` adds RMSNorm, SwiGLU, qk-norm and RoPE (LightningDiT, arXiv 2501.01423).
+    """
 
     def __init__(self, dim=32, depth=2, heads=2, lightning=False):
         super().__init__()

@@ -304,7 +304,7 @@ def test_invalid_options(footage, tmp_path):
     assert f"{said}pass --reference 4x8" in output_of(*run, "--reference", "6x8", "--causal")
     assert "expected a multiple of 3" in output_of(*run, "--accumulate", "3")
     assert "no such file" in output_of(*run, "--data", str(tmp_path / "nothing.mp4"))
-    assert "no training clip of" in output_of(*run, "--frames", "64")
+    assert "there is no room for a training clip of" in output_of(*run, "--frames", "64")
     assert "start it with torchrun" in output_of(*run, "--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)

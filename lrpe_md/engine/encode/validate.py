@@ -67,7 +67,7 @@ def validate(
     if isinstance(phase, Tensor) and not phase.is_nested and phase.ndim == 3 and spec.map == "cosine":
         if not len(phase):
             raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
-        phase_name, phase = "phase[0]", phase[0]  # groups differ only in values
+        phase_name, phase = "phase[0]", phase[0]  # groups only differ in their values
     place = locate(positions, x)
     if spec.dim == -2 and isinstance(positions, Grid) and not positions.whole:
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")

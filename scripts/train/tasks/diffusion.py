@@ -162,7 +162,7 @@ class DiffusionTraining(GenerativeTraining):
         choose("--sampler", [self.sampler], SAMPLERS)
         check_width("--dim", self.dim, self.heads, 2)
         self._check_sizes()
-        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # before text is loaded
+        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # checked before text is loaded
 
     def _check_sizes(self) -> None:
         if self.latents is None:
