@@ -70,8 +70,8 @@ def backbones(file: Path) -> str:
     rows = read(file)
     lines = [
         "**Training steps of this project's backbones**, on random data. The table lists millions of patches per "
-        "second and peak memory, with the change relative to the same model without position "
-        "encoding (none) in brackets. "
+        "second and peak memory. The changes relative to the same model without position encoding "
+        "(none) are in brackets. "
         f"{HOW}. To repeat the measurements, run "
         "`lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv`. "
         f"{where(rows)}.",
