@@ -187,7 +187,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     notes = [note for about, note in task.notes.items() if about in shown]
     lines += [" ".join(notes), ""] if notes else []
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:
-        what = "The encodings are compared with the same attention, and paired by seed"
+        what = "Encodings are compared within the same kind of attention, and results are paired by seed"
         if seeds > 1:
             what += (
                 ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
