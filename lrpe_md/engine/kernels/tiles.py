@@ -7,6 +7,8 @@ for any head_dim that is a multiple of 8.
 import triton
 import triton.language as tl
 
+from .signature import unpack_numbers
+
 
 @triton.jit
 def zeros(V: tl.constexpr, dtype: tl.constexpr):
@@ -24,6 +26,13 @@ def _step(o, stride, V: tl.constexpr):
     else:
         product = tl.cast(tl.cast(o, tl.uint32), tl.uint64) * tl.cast(tl.cast(stride, tl.uint32), tl.uint64)
         return tl.cast(product, tl.int64)
+
+
+@triton.jit
+def unpack_pair(tensors):
+    """Decode the strides in the pointers and strides of q and of k."""
+    p_q, q_strides, p_k, k_strides = tensors
+    return p_q, unpack_numbers(q_strides), p_k, unpack_numbers(k_strides)
 
 
 @triton.jit
