@@ -21,10 +21,10 @@ from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from .recording import is_recording
 
 __all__ = [
-    "INTERPRETING", "LARGE_GRID", "Tiles", "count_tokens", "current_device", "cut_channels", "cut_width", "describe_tables",
-    "find_magic", "find_table_strides", "has_ptx", "in_eights", "launches_early", "lay_weight", "limit_registers",
-    "make_readable", "materialise", "materialise_each", "num_groups", "pack_grid", "pack_side", "read_sides",
-    "strides_in_eights", "use_affine_positions",
+    "INTERPRETING", "LARGE_GRID", "Tiles", "count_tokens", "current_device", "cut_channels", "cut_width",
+    "describe_tables", "find_magic", "find_table_strides", "has_ptx", "in_eights", "launches_early", "lay_weight",
+    "limit_registers", "make_readable", "materialise", "materialise_each", "num_groups", "pack_grid", "pack_side",
+    "read_sides", "strides_in_eights", "use_affine_positions",
 ]  # fmt: skip
 
 INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)

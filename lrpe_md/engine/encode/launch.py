@@ -122,8 +122,8 @@ class Launch:
     """A prepared launch, without its tensors."""
 
     __slots__ = (
-        "compiled_kernel", "counts", "grid", "norm_numbers", "numbers", "options", "outs", "start_numbers", "strides", "sums",
-        "tables", "variant",
+        "compiled_kernel", "counts", "grid", "norm_numbers", "numbers", "options", "outs", "start_numbers", "strides",
+        "sums", "tables", "variant",
     )  # fmt: skip
 
     def __init__(
@@ -210,11 +210,8 @@ def launch_rows(
         extras = norm if start is None else (norm, (start, launch.start_numbers))
         table_arguments = None if cos is None else (cos, sin, launch.tables)
         pointers = point_to_pairs(launch.strides, xs, dys, outs)
-        stats = (*rows.stats, None, None)[:2]
-        _launch(
-            launch,
-            (*pointers, stats, (*tables, table_arguments), partials.angles, extras, *launch.counts, launch.numbers),
-        )
+        tensors = (*pointers, (*rows.stats, None, None)[:2], (*tables, table_arguments), partials.angles, extras)
+        _launch(launch, (*tensors, *launch.counts, launch.numbers))
     return outs, partials
 
 

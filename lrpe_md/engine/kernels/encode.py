@@ -50,7 +50,6 @@ from .tiles import (
     store,
     store_pairs,
     store_tile,
-    unpack_pair,
     upcast,
 )
 
@@ -304,7 +303,8 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     for i in tl.static_range(ROWS):
         b, h, is_k, is_valid = locate_row(r0 + i, r_hi, sample, g, heads, V)
         num = tl.where(is_valid, num_n, 0)
-        o_row = point_to_row(o, is_k, b, h, n0, V)
+        p_o, o_stride, _ = point_to_row(o, is_k, b, h, n0, V)
+        o_row = (p_o, o_stride, tl.full([], 1, tl.int64))  # the channels of an output are adjacent
         token_range = (0, 0)
         if V.has_start:
             _, start = extras
@@ -467,8 +467,8 @@ def lrpe_kernel(
     A part has ``per`` rows.
 
     Args:
-        x, dy, o: input (B, H, N, D), gradient (B, H, N, D or 2D) and output (y or dx). Each is the pointer and strides
-            (b, h, n, d) of the only tensor or of q, followed by those of k.
+        x, dy, o: input (B, H, N, D), gradient (B, H, N, D or 2D) and output (y or dx). Each holds the pointer and the
+            packed strides (b, h, n, d) of the only tensor or of q, and those of k.
         stat: maximum and sum over the sequence (2, B, H, D) of the only tensor or of q, and of k.
         tables: ω (G or 1, C, K), φ (G or 1, C), coordinates (.., num_grid, K), origin (.., 1, K) of a grid, its scale
             and shift (K, 2), the mask of rotated tokens (.., num_grid) with one byte per token, amplitude (G or 1, C),
@@ -519,7 +519,7 @@ def lrpe_kernel(
 
     heads = (group0 + group1, magic_h, shift_h, group0, group1)
     p_stat, p_stat_k = stat
-    tensors = (unpack_pair(x), unpack_pair(dy), unpack_pair(o), (p_stat, p_stat_k, B), extras)
+    tensors = (x, dy, o, (p_stat, p_stat_k, B), extras)
     rows = (r_hi, sample, g, G, heads)
     if V.num_axes > 0:
         p_omega += g * omega_h

@@ -46,7 +46,6 @@ from .tiles import (
     point_to_row,
     split_pairs,
     store_tile,
-    unpack_pair,
     upcast,
     zeros,
 )
@@ -56,11 +55,11 @@ from .tiles import (
 def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
     """Return a pointer to tile i of a token, and the head and channel strides.
 
-    ``tensor`` holds the pointer and the strides (b, n, h, d) of q and of k.
+    ``tensor`` holds the pointer and the packed strides (b, n, h, d) of q and of k.
     """
     is_k, b, n = token
     first = tl.full([], i * V.block_n, tl.int32)
-    return point_to_row(unpack_pair(tensor), is_k, b, n, first, V=V)
+    return point_to_row(tensor, is_k, b, n, first, V=V)
 
 
 @triton.jit
