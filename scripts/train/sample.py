@@ -92,9 +92,7 @@ def main(
         float | None,
         typer.Option(max=1, callback=positive, help="Text: top-p of nucleus sampling. (default: 0.95)"),
     ] = None,
-    scaling: Annotated[
-        str | None, typer.Option(help="Text: how to scale to the new length: linear, ntk or yarn.")
-    ] = None,
+    scaling: Annotated[str | None, typer.Option(help="Text: linear, ntk or yarn scaling to the new length.")] = None,
     size: Annotated[
         str | None, typer.Option(help="Images: size in pixels, as HEIGHTxWIDTH. (default: the training size)")
     ] = None,
@@ -106,9 +104,7 @@ def main(
         str | None, typer.Option(help="Images: prompt or class to steer away from. (default: the empty condition)")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Images: number of sampling steps. (default: 50)")] = None,
-    sampler: Annotated[
-        str | None, typer.Option(help=f"Images: sampler, one of {', '.join(SAMPLERS)}. (default: heun)")
-    ] = None,
+    sampler: Annotated[str | None, typer.Option(help=f"Images: {', '.join(SAMPLERS)}. (default: heun)")] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Images: number of images per prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
