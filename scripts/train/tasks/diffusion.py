@@ -19,7 +19,6 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 import typer
-from accelerate import PartialState
 from torch import Tensor, nn
 
 from ....models.dit import SIZES, DiT
@@ -50,7 +49,7 @@ from ..prompts import words_of
 from ..samplers import SAMPLERS, Sampling
 from ..samples import keep, pixels, write_sheet
 from ..vae import Decoder, open_decoder
-from ..work import Work, train
+from ..work import Work, report, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,12 +295,9 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     source = open_source(config, device)
     if config.is_new:
         source.check_batch(config.batch)  # check before anything is written
-    if PartialState().is_main_process:
-        typer.echo(source.describe_held_out(), err=True)
-    if isinstance(source.condition, Captions) and PartialState().is_main_process:
-        for said in (source.condition.describe_cuts(), source.condition.describe_held_out(source.held_out)):
-            if said:
-                typer.echo(said, err=True)
+    report(source.describe_held_out())
+    if isinstance(source.condition, Captions):
+        report(source.condition.describe_cuts(), source.condition.describe_held_out(source.held_out))
     model = build(config, source)
     evaluation = make_evaluation(config, source, device, decoder)
 
