@@ -55,7 +55,8 @@ def test_memories_by_text():
     everything = "rule=delta,decay=lightning,learnable=True,directions=both"
     assert parse_memory(everything) == Memory("delta", "lightning", True, "both")
     for wrong, message in {
-        "delta": r"--memory: expected KEY=VALUE,KEY=VALUE with keys from rule, decay, .*, directions, got 'delta'",
+        "delta": r"keys from rule, decay, .*, directions, got 'delta' \(did you mean 'rule=delta'\?\)$",
+        "rule=delta,retnet": r"got 'rule=delta,retnet' \(did you mean 'decay=retnet'\?\)$",
         "dekay=retnet": r"got 'dekay=retnet' \(did you mean 'decay'\?\)",
         "rule=sub": r"--memory rule=sub: rule: expected one of",
         "learnable=true": r"--memory learnable=true: learnable: expected false without a decay, got true; choose",
