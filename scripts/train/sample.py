@@ -27,7 +27,7 @@ OWN: dict[str, dict[str, Any]] = {
     TEXT: {"tokens": 400, "temperature": 0.8, "top_p": 0.95, "scaling": None},
     IMAGES: {
         "size": None,
-        "scale": 3.0,
+        "guidance_scale": 3.0,
         "negative": None,
         "steps": 50,
         "images": 4,
@@ -96,7 +96,7 @@ def main(
     size: Annotated[
         str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. (default: the training size)")
     ] = None,
-    scale: Annotated[
+    guidance_scale: Annotated[
         float | None,
         typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 disables guidance. (default: 3)"),
     ] = None,
@@ -132,8 +132,9 @@ def main(
     on, (task, state) = choose_device(device), read_run(run)
     given = {
         "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,
-        "scale": scale, "negative": negative, "steps": steps, "images": images, "positions": positions, "out": out,
-        "sampler": sampler, "vae": vae, "encoder": encoder, "count": count, "npz": npz,
+        "guidance_scale": guidance_scale, "negative": negative, "steps": steps, "images": images,
+        "positions": positions, "out": out, "sampler": sampler, "vae": vae, "encoder": encoder, "count": count,
+        "npz": npz,
     }  # fmt: skip
     options = own_options(task, given)
     prompts = [*(prompt or []), *read_prompts(prompt_file)]
@@ -165,10 +166,10 @@ def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
         ("images", is_sheet, "with --npz, --count is the number of images"),
         ("vae", "latents" in settings or given["vae"] == "auto", "this run was trained on pixels"),
         ("encoder", condition == "features", "this run was trained without --text-features"),
-        ("scale", condition != "none", "this run was trained without captions or classes to guide to"),
+        ("guidance_scale", condition != "none", "this run was trained without captions or classes to guide to"),
     ):
         if given[name] is not None and not has_effect:
-            raise typer.BadParameter(f"--{name}: has no effect, because {reason}; leave it out")
+            raise typer.BadParameter(f"--{name.replace('_', '-')}: has no effect, because {reason}; leave it out")
 
 
 def read_prompts(path: Path | None) -> list[str]:

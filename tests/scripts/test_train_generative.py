@@ -640,7 +640,11 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
             ["--prompt", "green", "--size", "9x8"],
             "--size: expected multiples of 2, because a patch has 1 latent per side, and a latent 2 pixels, got 9x8",
         ),
-        ("none", ["--scale", "2"], "--scale: has no effect, because this run was trained without captions or classes"),
+        (
+            "none",
+            ["--guidance-scale", "2"],
+            "--guidance-scale: has no effect, because this run was trained without captions or classes",
+        ),
         ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
         ("labels", ["--prompt", "red", "--sampler", "ddim"], "--sampler: unknown 'ddim'"),
         ("labels", [], "--prompt: expected at least one for a run of `train diffusion`, got none"),
