@@ -21,7 +21,7 @@ from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, video
 from lrpe_md.scripts.train.weights import start_from
 from test_train_video import SMALL as CLIP_OPTIONS
 from test_train_video import brightening, needs_decoder, write_video
-from train_commands import Killed, die_after, flags, invoke, output_of
+from train_commands import Killed, die_after, flags, invoke, output_of, with_options
 from typer.testing import CliRunner
 
 from lrpe_md import Memory
@@ -106,9 +106,9 @@ def test_a_language_model_resumes_and_samples(text, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     command = ["lm", *flags({**given, "out": tmp_path / "whole"})]
     assert "memory: was decay=retnet,learnable=true, is now decay=retnet" in output_of(
-        *command, "--memory", "decay=retnet"
+        *with_options(command, "--memory", "decay=retnet")
     )
-    assert "attention: was linear,softmax, is now linear" in output_of(*command, "--attention", "linear")
+    assert "attention: was linear,softmax, is now linear" in output_of(*with_options(command, "--attention", "linear"))
 
 
 @needs_decoder
