@@ -38,7 +38,7 @@ class Sheet:
     """Sampling options.
 
     Args:
-        size: "HEIGHTxWIDTH" in pixels, or None for the training size.
+        size: side or "HEIGHTxWIDTH" in pixels, or None for the training size.
         guidance_scale: guidance scale. 1 means no guidance.
         steps: number of sampling steps.
         images: number of images per prompt. All prompts share the same noise.
@@ -77,10 +77,12 @@ class Sheet:
         multiple = patch * factor
         if self.size is None:
             return trained, trained
-        found = re.fullmatch(r"(\d+)x(\d+)", self.size)
+        found = re.fullmatch(r"(\d+)(?:x(\d+))?", self.size)
         if found is None:
-            raise typer.BadParameter(f"--size: expected HEIGHTxWIDTH in pixels, such as 96x64, got {self.size!r}")
-        height, width = int(found[1]), int(found[2])
+            raise typer.BadParameter(
+                f"--size: expected a side or HEIGHTxWIDTH in pixels, such as 96x64, got {self.size!r}"
+            )
+        height, width = int(found[1]), int(found[2] or found[1])
         if height % multiple or width % multiple or not height * width:
             patches = "the model's patch size"
             if factor > 1:

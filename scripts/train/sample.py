@@ -94,7 +94,7 @@ def main(
     ] = None,
     scaling: Annotated[str | None, typer.Option(help="Text: linear, ntk or yarn scaling to the new length.")] = None,
     size: Annotated[
-        str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. (default: the training size)")
+        str | None, typer.Option(help="Images: side or HEIGHTxWIDTH in pixels. (default: the training size)")
     ] = None,
     guidance_scale: Annotated[
         float | None,

@@ -302,6 +302,7 @@ def test_held_out_captions_that_images_share_are_named():
     condition = Captions(("a", "b", "a", "c", "b", "a"), EncoderSize(16, 1, 2, 8))
     said = condition.describe_held_out([0, 2, 3, 5])
     assert said == "Held out all images of 2 captions for tests, among them 3 of 'a'"
+    assert condition.describe_held_out([0, 2, 5]) == "Held out all images of 1 caption for tests, among them 3 of 'a'"
     assert condition.describe_held_out([1, 3]) == ""
 
 

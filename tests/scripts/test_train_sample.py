@@ -93,6 +93,8 @@ def test_a_sheet_of_prompts(run_folder, tmp_path):
     assert invoke(*common, "--size", "24x8", "--images", 3, "--out", out).exit_code == 0
     with Image.open(out) as taller:
         assert taller.size[0] / taller.size[1] < 0.8 * width / height
+    square = invoke(*common, "--size", 12, "--images", 3, "--out", out)
+    assert "2 × 3 images of 12x12, step 12" in square.output, square.output
 
 
 def test_a_negative_prompt(run_folder, tmp_path):
@@ -268,7 +270,7 @@ REFUSED = {
         ["--size", "9x8", "--prompt", "a"],
         "--size: expected multiples of 2, the model's patch size, got 9x8; the next valid size is 10x8",
     ),
-    "no size": (["--size", "big", "--prompt", "a"], "--size: expected HEIGHTxWIDTH in pixels, such as 96x64"),
+    "no size": (["--size", "big", "--prompt", "a"], "--size: expected a side or HEIGHTxWIDTH in pixels, such as 96x64"),
     "nothing": (["--size", "0x8", "--prompt", "a"], "--size: expected multiples of 2"),
     "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as in the training captions, got 24"),
     "of text": (
