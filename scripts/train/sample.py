@@ -7,6 +7,7 @@ lrpe-md train sample runs/fashion --count 5000 --npz samples.npz
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -146,8 +147,10 @@ def main(
     sheet = Sheet(**{**options, "out": options["out"] or unused_path(run / "sheet.png")})
     painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
     if not prompts and npz is None and painter.condition["kind"] != "none":
+        classes = painter.condition.get("classes")
+        wanted = f"a class, such as --prompt {shlex.quote(classes[0])}" if classes else "--prompt TEXT"
         raise typer.BadParameter(
-            "--prompt: expected at least one for a run of `train diffusion`, got none; pass --prompt TEXT, or "
+            f"--prompt: expected at least one for a run of `train diffusion`, got none; pass {wanted}, or "
             "--prompt '' for images without a prompt"
         )
     if number is None or npz is None:

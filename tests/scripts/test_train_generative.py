@@ -648,7 +648,11 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
         ),
         ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
         ("labels", ["--prompt", "red", "--sampler", "ddim"], "--sampler: unknown 'ddim'"),
-        ("labels", [], "--prompt: expected at least one for a run of `train diffusion`, got none"),
+        (
+            "labels",
+            [],
+            "--prompt: expected at least one for a run of `train diffusion`, got none; pass a class, such as",
+        ),
         ("labels", ["--prompt-file", "absent.txt"], "--prompt-file absent.txt: can't be read as text"),
     ],
 )
