@@ -165,13 +165,14 @@ def test_show_takes_the_options_of_the_command():
     assert "2 text tokens" in shown.get_suptitle()
     two = lrpe_md.show("eva02", (4, 6), maps=2)
     assert sum(a.get_title().startswith("pair ") for a in two.subfigs[0].axes) == 2
-    for options, error, message in (
+    refused: Any = (
         ({"token": (4, 0)}, ValueError, r"token: expected coordinates on the grid \(4, 6\)"),
         ({"token": "1x4"}, TypeError, r"token: expected grid coordinates, such as \(2, 3\), got '1x4'"),
         ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32"),
         ({"maps": 0}, ValueError, "maps: expected a positive integer, got 0"),
         ({"text": -1}, ValueError, "text: expected a non-negative integer, got -1"),
-    ):
+    )
+    for options, error, message in refused:
         with pytest.raises(error, match=message):
             lrpe_md.show("eva02", (4, 6), **options)
 
