@@ -49,11 +49,12 @@ class VideoTraining(Training):
     and 2.7 M parameters. They take 35 to 70 seconds on an H200 shared with six other runs, and hours on a CPU. Videos
     take 12 kB per frame at 64×64.
 
-    Expect: with --encoding none and space-only, exactly chance (50% for arrow, 4.2% for order) except for ties, at any
-    length, because these models can't see the order of frames. Cosine without a phase is also at chance for arrow: its
-    q·k is even in the distance, so a clip and its reverse look the same. For order, other encodings reach 20 to 60% in
-    3,000 steps, or stay at chance. Each encoding stays at chance for hundreds to thousands of steps before the accuracy
-    improves. For arrow, the model memorises eleven minutes of video (43 to 54% on other minutes of the same videos).
+    Expect: with --encoding none and space-only, the accuracy is exactly at chance level (50% for arrow, 4.2% for order)
+    at any length, except for ties, because these models can't see the order of frames. Cosine without a phase is
+    also at chance level for arrow: its q·k is even in the distance, so a clip and its reverse look the same. For
+    order, other encodings reach 20 to 60% in 3,000 steps, or stay at chance level. Each encoding stays there
+    for hundreds to thousands of steps before the accuracy improves. For arrow, the model memorises eleven
+    minutes of video (43 to 54% on other minutes of the same videos).
     Compression artefacts between key frames can reveal the direction of time as well as motion does; small sizes hide
     most of the artefacts.
     """
