@@ -106,7 +106,7 @@ def test_idx_files_are_read(data):
     assert found.num_classes == 2
     few, again = load_images(data, 8, limit=10), load_images(data, 8, limit=10)
     assert (len(few.train), len(few.test)) == (10, 10)
-    assert few.digest == again.digest != found.digest
+    assert few.train.digest == again.train.digest != found.train.digest
 
 
 def test_damaged_idx_files(tmp_path):
@@ -251,6 +251,30 @@ def test_training_learns_the_classes(data, tmp_path, capsys):
     assert json.loads((config.out / "result.json").read_text()) == result
     (config.out / "result.json").write_text(json.dumps({**result, "steps": 12}))  # as if from a shorter run
     assert train_image.run(config)["train_steps_timed"] == 0
+
+
+@pytest.mark.parametrize("kind", ["memory", "stream", "table"])
+def test_finished_run_is_tested_at_other_sizes(kind, table, tmp_path, capsys):
+    """Test sizes affect neither the training images nor the weights, even if test images are read at a larger size."""
+    data = {"data": write_flat(tmp_path / "data"), "stream": kind == "stream"}
+    if kind == "table":
+        data = {"data": table, "label": "kind"}
+    config = ImageTraining(out=tmp_path / "run", **data, **{**SMALL, "batch": 4, "steps": 2})
+    first = train_image.run(config)
+    weights = torch.load(config.out / "checkpoint.pt")["model"]
+    capsys.readouterr()
+    result = train_image.run(ImageTraining(**{**vars(config), "test_sizes": "16,24x16"}))
+    said = capsys.readouterr()
+    assert "already finished at step 2; evaluating it again, without training" in said.err
+    assert list(result["accuracy"]["extrapolated"]) == ["8x8", "16x16", "24x16"]
+    assert "24x16" in said.out
+    assert result["read_size"] == 24
+    assert {**result, "accuracy": 0, "read_size": 0} == {**first, "accuracy": 0, "read_size": 0}
+    assert json.loads((config.out / "result.json").read_text()) == result
+    elsewhere = ImageTraining(**{**vars(config), "out": tmp_path / "other", "test_sizes": "32"})
+    train_image.run(elsewhere)
+    other = torch.load(elsewhere.out / "checkpoint.pt")["model"]
+    assert all(torch.equal(value, other[name]) for name, value in weights.items())
 
 
 def test_validation_during_training(data, tmp_path):
@@ -744,7 +768,7 @@ def test_class_from_a_table_field(table):
     assert 0 < len(data.test) < 18
     for part in (data.train, data.test):
         assert ((part.images[:, 0, 4, 4] > 100) == (part.labels == 1)).all()
-    assert load_classes(table, 8, label="kind", without="odd").digest == data.digest
+    assert load_classes(table, 8, label="kind", without="odd").train.digest == data.train.digest
     with pytest.raises(typer.BadParameter, match="expected file_name and colour"):
         load_classes(table, 8, label="colour")
 
@@ -766,8 +790,8 @@ def test_a_table_or_a_zip_needs_the_field_of_the_class(table, tmp_path):
             archive.write(file, file.name)
     for path in (table, tmp_path / "table.zip"):
         with pytest.raises(ImageError, match=r"--data .*table.*: expected --label .*; pass --label FIELD"):
-            train_image.load(path, 8, "", 0, "", "")
-        assert train_image.load(path, 8, "", 0, "kind", "odd").num_classes == 2
+            train_image.load(path, 8, 8, "", 0, "", "")
+        assert train_image.load(path, 8, 8, "", 0, "kind", "odd").num_classes == 2
     with pytest.raises(ImageError, match="no such folder"):
         train_image.load(tmp_path / "missing.zip", 8, "", 0, "", "")
 

@@ -51,6 +51,11 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def digest(self) -> int:
+        """Hash of the images and labels."""
+        return zlib.crc32(self.labels.numpy().tobytes(), zlib.crc32(self.images.numpy().tobytes()))
+
     def to(self, device: torch.device) -> Images:
         return Images(self.images.to(device), self.labels.to(device))
 
@@ -63,15 +68,6 @@ class Labelled:
     test: Images
     num_classes: int
     classes: tuple[str, ...] = ()
-
-    @property
-    def digest(self) -> int:
-        """Hash of the training and test data."""
-        value = 0 if isinstance(self.train, Images) else self.train.digest
-        for part in (self.train, self.test):
-            if isinstance(part, Images):
-                value = zlib.crc32(part.labels.numpy().tobytes(), zlib.crc32(part.images.numpy().tobytes(), value))
-        return value
 
     @property
     def labels(self) -> np.ndarray:
@@ -89,12 +85,15 @@ class Labelled:
         return replace(self, train=train, test=self.test.to(device))
 
 
-def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None = None) -> Labelled:
+def load_images(
+    path: Path, size: int, test_size: int | None = None, *, dataset: str = "", limit: int | None = None
+) -> Labelled:
     """Load the training and test images of ``path`` into memory.
 
     Args:
         path: folder of images; see ``REMEDY``.
         size: height and width after centre-cropping to a square and resizing. Images in idx files stay unchanged.
+        test_size: the same for test images. None means ``size``.
         dataset: name for ``timm.data.create_dataset``, such as "torch/cifar10", with ``path`` as its root. The dataset
             must already be downloaded.
         limit: maximum number of training images and of test images. Every call makes the same random choice.
@@ -103,19 +102,20 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
         ImageError: if there are no images, an image can't be read, or images don't fit into memory.
     """
     check_folder(path)
-    classes = ()
+    classes, sizes = (), (size, test_size or size)
     if dataset:
-        train, test = (_timm(dataset, path, split, size, limit) for split in ("train", "validation"))
+        splits = zip(("train", "validation"), sizes, strict=True)
+        train, test = (_timm(dataset, path, split, side, limit) for split, side in splits)
     elif is_idx(path):
         train, test = (_idx(path, prefix, limit) for prefix in IDX.values())
+        if train.images.shape[1:] != test.images.shape[1:]:
+            shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
+            raise ImageError(f"--data {path}: expected training and test images of the same shape, got {shapes}")
     else:
-        train, test, classes = _folders(path, size, limit)
+        train, test, classes = _folders(path, sizes, limit)
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
-    if train.images.shape[1:] != test.images.shape[1:]:
-        shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
-        raise ImageError(f"--data {path}: expected training and test images of the same shape, got {shapes}")
     return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes)
 
 
@@ -211,9 +211,9 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
     return train, test
 
 
-def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images, tuple[str, ...]]:
+def _folders(path: Path, sizes: tuple[int, int], limit: int | None) -> tuple[Images, Images, tuple[str, ...]]:
     sources, parts = list_folder(path), []
-    for part in sources:
+    for part, size in zip(sources, sizes, strict=True):
         chosen = choose_subset(len(part), limit)
         parts.append(_decoded(lambda i, part=part, chosen=chosen: (part.files[chosen[i]], part.labels[chosen[i]]),
                               len(chosen), size))  # fmt: skip
@@ -225,7 +225,8 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
 
     Args:
         path: class folders, shards or a Hugging Face dataset; see :func:`.streams.open_source`.
-        size, limit: see :func:`load_images`.
+        size: height and width of the test images, after centre-cropping to a square and resizing.
+        limit: see :func:`load_images`.
         label: field that contains the class. The default is .cls in shards, or the ClassLabel column of a dataset.
     """
     source, test = open_source(path) if is_stream(path) else list_folder(path)

@@ -118,22 +118,26 @@ def open_pictures(
 
 
 def load_classes(
-    path: Path, size: int, *, label: str, parts: int = 5, without: str = "", limit: int | None = None
-) -> Labelled:
+    path: Path, size: int, test_size: int | None = None, *, label: str, parts: int = 5, without: str = "",
+    limit: int | None = None,
+) -> Labelled:  # fmt: skip
     """Load the images listed in a table into memory. The field ``label`` is the class.
 
-    An image is in the test set if a hash of its file name is 0 modulo ``parts``.
+    ``size`` and ``test_size`` are as in :func:`.images.load_images`. An image is in the test set if a hash of its file name is 0 modulo ``parts``.
     """
     found = _from_files(path, "labels", without, label)
     found = found.take(choose_subset(len(found), limit))
-    records, pixels = found.records, found.read(size)
+    records = found.records
     held_out = hold_out([PurePosixPath(name).name for name in records.names], parts)
     if held_out.all() or not held_out.any():
         raise typer.BadParameter(
             f"--data {path}: {held_out.sum()} of {len(found)} images are held out for tests; add more images"
         )
     labels = torch.from_numpy(records.labels)
-    train, test = (Images(pixels[chosen], labels[chosen]) for chosen in (~held_out, held_out))
+    train, test = (
+        Images(found.read(side, np.flatnonzero(chosen)), labels[chosen])
+        for side, chosen in ((size, ~held_out), (test_size or size, held_out))
+    )
     return Labelled(train, test, len(records.classes), records.classes)
 
 

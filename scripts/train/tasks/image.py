@@ -122,7 +122,9 @@ class ImageTraining(Training):
     test_sizes: str = option(
         "auto",
         "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto tests sides 4 patches "
-        "shorter and longer than --size, and --size by the longer side, or 20,40,56,28x40 for idx files.",
+        "shorter and longer than --size, and --size by the longer side, or 20,40,56,28x40 for idx files. To test a "
+        "finished run at other sizes, repeat its command with other --test-sizes.",
+        free=True,
     )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
@@ -293,14 +295,16 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
 
 
 @lru_cache(maxsize=1)
-def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False) -> Labelled:
+def load(
+    path: Path, size: int, test_size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False
+) -> Labelled:
     """Load the data. The data is cached for other runs in the same process."""
     if not dataset and (stream or is_stream(path)):
-        return load_stream(path, size, label=label, limit=limit or None)
+        return load_stream(path, test_size, label=label, limit=limit or None)
     if label:
-        return load_classes(path, size, label=label, without=without, limit=limit or None)
+        return load_classes(path, size, test_size, label=label, without=without, limit=limit or None)
     try:
-        return load_images(path, size, dataset=dataset, limit=limit or None)
+        return load_images(path, size, test_size, dataset=dataset, limit=limit or None)
     except ImageError as error:
         is_zip = path.suffix == ".zip" and path.is_file()
         if dataset or not (is_zip or any(next(path.rglob(name), None) for name in TABLES)):
@@ -416,8 +420,8 @@ def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str,
 
 
 def prepare(config: ImageTraining, device: torch.device) -> Work:
-    size = max(max(size) for size in config.sizes)
-    data = load(config.data, size, config.dataset, config.limit, config.label, config.without, config.stream)
+    size, test_size = max(config.train_sizes.train), max(max(size) for size in config.sizes)
+    data = load(config.data, size, test_size, config.dataset, config.limit, config.label, config.without, config.stream)
     if config.is_new and config.batch > len(data.train):  # check before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
@@ -429,7 +433,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
         if few := describe_few("image", held_out, data.labels, data.classes, "add images"):
             typer.echo(few, err=True)
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
-    model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
+    model, settings = build(config, arguments), {"model": arguments, "digest": data.train.digest}
     buckets = sort_images(config, data.train)
     in_processes = isinstance(data.train, LabelledStream) or bool(config.augment) or config.crop < 1
     if in_processes or isinstance(data.train, LabelledStream):
@@ -450,7 +454,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
             "accuracy": evaluate(config, test, trainer), "train_images": len(data.train),
             "test_images": len(test), "chance": 100 / data.num_classes, "tokens": patches(config),
-            "read_size": size, **evaluate_classes(trainer),
+            "read_size": test_size, **evaluate_classes(trainer),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
