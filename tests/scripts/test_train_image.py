@@ -301,18 +301,24 @@ def test_slow_phases_are_announced(data, tmp_path):
         assert text not in silent
 
 
-def test_sizes_are_evaluated_with_extrapolated_and_rescaled_positions(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reference", [0, 8])
+def test_each_size_is_evaluated_once_with_extrapolated_and_rescaled_positions(reference, tmp_path, monkeypatch):
     seen = []
 
     def recorded(model, test, size, autocast):
         seen.append((size, model.reference))
-        return 0.0
+        return (test.labels == 0) if len(seen) == 1 else torch.zeros_like(test.labels)
 
-    monkeypatch.setattr(train_image, "accuracy", recorded)
-    result = train_image.run(ImageTraining(data=data, out=tmp_path / "run", limit=16, **{**SMALL, "steps": 1}))
+    monkeypatch.setattr(train_image, "find_right", recorded)
+    few = {**SMALL, "steps": 1, "batch": 2, "reference": reference}
+    data = write_flat(tmp_path / "data", number=30)
+    result = train_image.run(ImageTraining(data=data, out=tmp_path / "run", limit=8, **few))
     sizes = [(8, 8), (12, 12), (8, 12)]
-    assert seen == [(size, reference) for reference in (None, (2, 2)) for size in sizes]
-    assert (result["train_images"], result["test_images"]) == (16, 16)
+    ways = {"rescaled": (2, 2)} if reference else {"extrapolated": None, "rescaled": (2, 2)}
+    assert seen == [(size, reference) for reference in ways.values() for size in sizes]
+    assert list(result["accuracy"]) == list(ways)
+    assert result["accuracy_by_class"] == {"cat": 100, "dog": 0}  # from the first evaluation
+    assert (result["train_images"], result["test_images"]) == (8, 8)
 
 
 def test_resumed_run_equals_uninterrupted_run(data, tmp_path, monkeypatch):
@@ -793,7 +799,7 @@ def test_a_table_or_a_zip_needs_the_field_of_the_class(table, tmp_path):
             train_image.load(path, 8, 8, "", 0, "", "")
         assert train_image.load(path, 8, 8, "", 0, "kind", "odd").num_classes == 2
     with pytest.raises(ImageError, match="no such folder"):
-        train_image.load(tmp_path / "missing.zip", 8, "", 0, "", "")
+        train_image.load(tmp_path / "missing.zip", 8, 8, "", 0, "", "")
 
 
 def test_training_on_a_table(table, tmp_path):

@@ -123,7 +123,8 @@ def load_classes(
 ) -> Labelled:  # fmt: skip
     """Load the images listed in a table into memory. The field ``label`` is the class.
 
-    ``size`` and ``test_size`` are as in :func:`.images.load_images`. An image is in the test set if a hash of its file name is 0 modulo ``parts``.
+    ``size`` and ``test_size`` are as in :func:`.images.load_images`. An image is in the test set if a hash of its file
+    name is 0 modulo ``parts``.
     """
     found = _from_files(path, "labels", without, label)
     found = found.take(choose_subset(len(found), limit))

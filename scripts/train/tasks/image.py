@@ -22,6 +22,7 @@ resume an interrupted run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -402,21 +403,30 @@ def find_right(model: nn.Module, test: Images, size: tuple[int, int], autocast: 
     return torch.cat(right)
 
 
-def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
-    """Resize the test images to ``size``, and return the accuracy in %."""
-    return 100 * find_right(model, test, size, autocast).sum().item() / len(test)
+def percentage(right: Tensor) -> float:
+    """Return the accuracy in % from a result of :func:`find_right`."""
+    return 100 * right.sum().item() / len(right)
 
 
-def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Return the accuracies at all sizes, for each way of placing tokens; see :func:`.outcome.placements`."""
+def evaluate(config: ImageTraining, test: Images, trainer: Trainer, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the accuracies in % at all sizes, for each way of placing tokens; see :func:`.outcome.placements`.
+
+    If ``classes`` are known, add them, and the accuracy at the training size for each class that has test images.
+    """
     model: Any = trainer.averaged
-    results = {}
-    for positions in placements(model):
-        results[positions] = {
-            f"{height}x{width}": accuracy(model, test, (height, width), trainer.accelerator.autocast)
-            for height, width in config.sizes
-        }
-    return results
+    right = {
+        positions: {size: find_right(model, test, size, trainer.accelerator.autocast) for size in config.sizes}
+        for positions in placements(model)
+    }
+    found: dict[str, Any] = {
+        positions: {f"{height}x{width}": percentage(mask) for (height, width), mask in by_size.items()}
+        for positions, by_size in right.items()
+    }
+    if not classes:
+        return {"accuracy": found}
+    trained = next(iter(right.values()))[config.sizes[0]].cpu().numpy()
+    by_class = average_by_class(trained, test.labels.cpu().numpy(), classes)
+    return {"accuracy": found, "classes": list(classes), "accuracy_by_class": by_class}
 
 
 def prepare(config: ImageTraining, device: torch.device) -> Work:
@@ -441,25 +451,16 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     else:
         make_batch, test = partial(batch, config, (data.train.to(device), buckets)), data.test.to(device)
 
-    def evaluate_classes(trainer: Trainer) -> dict[str, Any]:
-        """Return all classes, and the accuracy in % at the training size for each class that has test images."""
-        if not data.classes:
-            return {}
-        right = find_right(trainer.averaged, test, config.sizes[0], trainer.accelerator.autocast)
-        by_class = average_by_class(right.cpu().numpy(), test.labels.cpu().numpy(), data.classes)
-        return {"classes": list(data.classes), "accuracy_by_class": by_class}
-
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
-            "accuracy": evaluate(config, test, trainer), "train_images": len(data.train),
-            "test_images": len(test), "chance": 100 / data.num_classes, "tokens": patches(config),
-            "read_size": test_size, **evaluate_classes(trainer),
+            "train_images": len(data.train), "test_images": len(test), "chance": 100 / data.num_classes,
+            "tokens": patches(config), "read_size": test_size, **evaluate(config, test, trainer, data.classes),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
         autocast = trainer.accelerator.autocast
-        return {"accuracy": accuracy(trainer.averaged, test, (config.size, config.size), autocast)}
+        return {"accuracy": percentage(find_right(trainer.averaged, test, config.sizes[0], autocast))}
 
     steps = buckets.order(config.batch, config.seed)
     task_loss = partial(loss, config, mix=mix)
