@@ -443,6 +443,10 @@ def test_unsuitable_models_of_timm(tmp_path):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224.none")
     with pytest.raises(typer.BadParameter, match=r"expected a plain timm ViT.*family resnet"):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
+    for name in ("vit_small_patch16_rope_mixed_224", "eva02_tiny_patch14_224"):
+        message = r"got a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm\.py$"
+        with pytest.raises(typer.BadParameter, match=message):
+            ImageTraining(data=tmp_path, out=tmp_path, model=name)
     with pytest.raises(typer.BadParameter, match="a learned position table"):
         ImageTraining(data=tmp_path, out=tmp_path, model="test_vit", size=32, encoding="sincos")
 

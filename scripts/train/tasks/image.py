@@ -234,9 +234,11 @@ def find_patch(name: str) -> int:
     except RuntimeError as error:  # the pretrained tag is unknown
         raise typer.BadParameter(f"--model {name}: {error}") from error
     if not isinstance(model, VisionTransformer):
+        family = f"a model of the family {type(model).__module__.rpartition('.')[2]}"
+        if getattr(model, "rope", None) is not None:
+            family = "a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm.py"
         raise typer.BadParameter(
-            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got a model of "
-            f"the family {type(model).__module__.rpartition('.')[2]}"
+            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got {family}"
         )
     return model.patch_embed.patch_size[0]
 
