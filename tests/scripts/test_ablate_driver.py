@@ -359,7 +359,7 @@ def test_invalid_options(images, tmp_path):
     assert "--set: expected NAME=VALUE, got 'steps'" in output_of(*run, "--set", "steps")
     assert "--set steps: expected an integer, got 'many'" in output_of(*run, "--set", "steps=many")
     assert "expected true or false" in output_of(*run, "--set", "flip=2")
-    assert "expected a multiple of 4" in output_of(*run, "--set", "size=10")
+    assert "--set size: expected a side or HEIGHTxWIDTH in multiples of 4" in output_of(*run, "--set", "size=10")
     assert not (tmp_path / "out").exists()  # nothing was written
     (tmp_path / "empty").mkdir()
     assert "found neither" in output_of("report", "image", "--folder", str(tmp_path / "empty"))

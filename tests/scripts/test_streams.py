@@ -393,13 +393,14 @@ def test_sizes_follow_the_data(tmp_path):
     from test_train_image import write_idx
 
     idx = ImageTraining(data=write_idx(tmp_path / "idx"), out=tmp_path / "a")
-    assert (idx.size, idx.patch, idx.test_sizes) == (28, 2, "20,40,56,28x40")
+    assert (idx.size, idx.patch, idx.test_sizes) == ("28", 2, "20,40,56,28x40")
     real = ImageTraining(data=tmp_path, out=tmp_path / "a")
-    assert (real.size, real.patch, real.test_sizes) == (224, 16, "160,288,224x288")
+    assert (real.size, real.patch, real.test_sizes) == ("224", 16, "160,288,224x288")
     assert ImageTraining(data=tmp_path, out=tmp_path / "a", size=96, patch=8).test_sizes == "64,128,96x128"
     assert ImageTraining(data=tmp_path, out=tmp_path / "a", size=32, patch=8).test_sizes == "64,32x64"
     named = ImageTraining(data=tmp_path, out=tmp_path / "a", model="vit_base_patch32_224")
-    assert (named.size, named.patch) == (224, 32)
+    assert (named.size, named.patch) == ("224", 32)
+    assert ImageTraining(data=tmp_path, out=tmp_path / "a", size="64x96", patch=8).test_sizes == "32x64,96x128,64x128"
 
 
 def test_too_many_images_name_the_stream(tmp_path, monkeypatch):

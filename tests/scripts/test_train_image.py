@@ -216,11 +216,65 @@ def test_augmentation_follows_its_random_draws():
 
 
 def test_sizes():
-    assert parse_sizes("20, 28x40,", 2) == [(20, 20), (28, 40)]
-    assert parse_sizes("", 2) == []
+    assert parse_sizes("--test-sizes", "20, 28x40,", 2) == [(20, 20), (28, 40)]
+    assert parse_sizes("--test-sizes", "", 2) == []
     for wrong in ("21", "20x", "20x30x40", "big", "0"):
-        with pytest.raises(train_image.typer.BadParameter, match="in multiples of 2"):
-            parse_sizes(wrong, 2)
+        message = f"--size: expected a side or HEIGHTxWIDTH in multiples of 2, got '{wrong}'"
+        with pytest.raises(typer.BadParameter, match=message):
+            parse_sizes("--size", f"8x6,{wrong}", 2)
+
+
+def test_images_are_read_at_the_smallest_size_that_is_large_enough():
+    assert train_image.enclose([(28, 28), (20, 20), (40, 28)]) == (40, 40)
+    assert train_image.enclose([(8, 12)]) == (8, 12)
+    assert train_image.enclose([(8, 12), (4, 24)]) == (16, 24)
+    assert train_image.enclose([(8, 12), (10, 4)]) == (10, 15)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_images_that_are_not_square(tmp_path, stream):
+    """Images are cropped to the aspect ratio of --size, in training and in tests."""
+    for part, number in (("train", 8), ("val", 4)):
+        for c, name in enumerate("ab"):
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            for i in range(number):
+                image = Image.new("RGB", (24, 8), (0, 0, 250 * c))  # a red bar on each side, outside the square
+                for x in (*range(6, 9), *range(15, 18)):
+                    image.paste((250, 0, 0), (x, 0, x + 1, 8))
+                image.save(tmp_path / "data" / part / name / f"{i}.png")
+    options = {**SMALL, "batch": 8, "steps": 2, "size": "8x12", "shift": 0, "test_sizes": "16x24,8"}
+    config = ImageTraining(data=tmp_path / "data", out=tmp_path / "run", stream=stream, **options)
+    work = train_image.prepare(config, torch.device("cpu"))
+    x, _ = work.batch(*next(work.steps(0)))
+    assert x.shape == (8, 3, 8, 12)
+    x = x if x.is_floating_point() else resized(x, (8, 12))
+    assert x[:, 0, :, [0, 2, 9, 11]].min() > 0.9  # red
+    assert x[:, 0, :, 4:8].max() < -0.9
+    result = train_image.run(config)
+    assert list(result["accuracy"]["rescaled"]) == ["8x12", "16x24", "8x8"]
+    assert (result["tokens"], result["read_size"]) == (8 * 6, [16, 24])
+    model = load_run(config.out)
+    assert model.patch_embed.grid_size == (2, 3)
+    larger = {**options, "size": "16x24", "weights": str(config.out), "reference": "8x12", "test_sizes": ""}
+    train_image.run(ImageTraining(data=tmp_path / "data", out=tmp_path / "fine", stream=stream, **larger))
+    assert load_run(tmp_path / "fine").reference == (2, 3)
+
+
+def test_non_square_sizes_are_suggested_and_mixed(data, tmp_path, capsys):
+    short = {**SMALL, "data": data, "steps": 2, "test_sizes": ""}
+    short.pop("size")
+    mixed = ImageTraining(out=tmp_path / "first", **short, size="8x12", mix_sizes="8,12x8")
+    train_image.run(mixed)
+    work = train_image.prepare(mixed, torch.device("cpu"))
+    steps = work.steps(0)
+    shapes = {work.batch(*next(steps))[0].shape[2:] for _ in range(9)}
+    assert shapes == {(8, 12), (8, 8), (12, 8)}
+    train_image.run(ImageTraining(out=tmp_path / "second", **short, size=16, weights=str(tmp_path / "first")))
+    said = capsys.readouterr().err
+    assert "trained with 2×3 patches; this training has 4×4" in said
+    assert "pass --reference 8x12\n" in said
+    with pytest.raises(typer.BadParameter, match="--max-ratio 2: expected square --size and --mix-sizes, got 8x12;"):
+        ImageTraining(out=tmp_path, **short, size="8x12", max_ratio=2)
 
 
 # --- the script ------------------------------------------------------------------------------------------------------
@@ -269,7 +323,7 @@ def test_finished_run_is_tested_at_other_sizes(kind, table, tmp_path, capsys):
     assert list(result["accuracy"]["extrapolated"]) == ["8x8", "16x16", "24x16"]
     assert "24x16" in said.out
     assert "rescaled positions are mapped onto the grid of the training size or of --reference.\n" in said.out
-    assert result["read_size"] == 24
+    assert result["read_size"] == [24, 24]
     assert {**result, "accuracy": 0, "read_size": 0} == {**first, "accuracy": 0, "read_size": 0}
     assert json.loads((config.out / "result.json").read_text()) == result
     elsewhere = ImageTraining(**{**vars(config), "out": tmp_path / "other", "test_sizes": "32"})
@@ -384,8 +438,9 @@ def test_phase_rotates_only_keys():
 def test_invalid_options(data, tmp_path):
     run = ["image", "--data", str(data), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "1"]
     assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
-    assert "multiple of 4" in output_of(*run, "--size", "10")
-    assert "multiples of 4" in output_of(*run, "--test-sizes", "10")
+    said = "expected a side or HEIGHTxWIDTH in multiples of 4, got '8x10'"
+    assert f"--size: {said}" in output_of(*run, "--size", "8x10")
+    assert f"--test-sizes: {said}" in output_of(*run, "--test-sizes", "8x10")
     assert "expected at most 48, the number of training images" in output_of(*run, "--batch", "64")
     assert "no such folder" in output_of(*run, "--data", str(tmp_path / "nothing"))
     assert "--erase" in output_of(*run, "--erase", "1.5")
@@ -616,7 +671,7 @@ def test_reference_of_weights_is_suggested_and_trained_with(data, tmp_path, caps
         ),
         ({"dataset": "torch/cifar10", "stream": True}, "--stream: does not work with --dataset"),
         ({"stream": True, "label": "kind", "without": "bad"}, "--without bad: does not work with streamed data"),
-        ({"reference": 10}, "--reference: expected a multiple of 4, got 10"),
+        ({"reference": 10}, "--reference: expected a side or HEIGHTxWIDTH in multiples of 4, got '10'"),
         ({"reference": 8, "encoding": "learned"}, "--encoding learned has no positions to map; leave out --reference"),
     ],
 )

@@ -17,9 +17,9 @@ import typer
 from PIL import Image
 from torch import Tensor
 
-from .buckets import Buckets, Shape, Sizes
+from .buckets import Buckets, Sizes
 from .captions import SUFFIXES, TABLES, Read, crop, decode, list_files, measure, pair_up
-from .images import IDX, MEMORY, TEST_FOLDERS, Images, Labelled, read_idx
+from .images import IDX, MEMORY, TEST_FOLDERS, Images, Labelled, Size, read_idx
 from .records import Records, Split, choose_subset
 from .streamed import open_streamed
 from .streams import hold_out, is_stream
@@ -52,7 +52,7 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.records.names)
 
-    def read(self, size: int | Shape, indices: Sequence[int] | np.ndarray | None = None) -> Tensor:
+    def read(self, size: Size, indices: Sequence[int] | np.ndarray | None = None) -> Tensor:
         """Decode and centre-crop images (default: all), as uint8 (N, 3, height, width).
 
         ``size`` is the height and width, or one number for both.
@@ -118,7 +118,7 @@ def open_pictures(
 
 
 def load_classes(
-    path: Path, size: int, test_size: int | None = None, *, label: str, parts: int = 5, without: str = "",
+    path: Path, size: Size, test_size: Size | None = None, *, label: str, parts: int = 5, without: str = "",
     limit: int | None = None,
 ) -> Labelled:  # fmt: skip
     """Load the images listed in a table into memory. The field ``label`` is the class.
