@@ -30,7 +30,7 @@ SHOWN = {
 # Explanation of the names from :func:`placements`.
 PLACEMENTS = (
     "At other sizes, extrapolated positions are one patch apart, as in training; rescaled positions are mapped onto "
-    "the grid of the training size or of --reference."
+    "the training grid."
 )
 
 
