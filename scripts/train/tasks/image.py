@@ -58,7 +58,7 @@ from ..config import (
     option,
 )
 from ..data.augment import build_transform, read_batch
-from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Shape, Sizes, parse_size, parse_sizes, show_size
+from ..data.buckets import MAX_RATIO, Buckets, Shape, Sizes, parse_size, parse_sizes, show_size
 from ..data.captions import TABLES
 from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.pictures import load_classes
@@ -106,7 +106,9 @@ class ImageTraining(Training):
         "fine-tune at another size, pass the size that --weights were trained at. Default: neighbouring patches are "
         "one unit apart.",
     )  # fmt: skip
-    mix_sizes: str = option("", MIX_SIZES)
+    mix_sizes: str = option(
+        "", "Other sizes to train at, in pixels: sides or HEIGHTxWIDTH, separated by commas. Each batch has one size."
+    )
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option(
         "auto",
