@@ -453,6 +453,7 @@ def test_invalid_options(data, tmp_path):
     assert "(--encoding: was rotate, is now cosine);" in output_of(*run, "--encoding", "cosine")
     said = output_of(*run, "--size", "16")
     assert "(--size: was 8, is now 16); choose another folder" in said
+    assert "To test it at this size, pass --test-sizes 16 instead. To fine-tune it" in said
     assert f"pass --weights {tmp_path / 'run'} --reference 8 and another --out" in said
     other = write_idx(tmp_path / "other", train=32)
     assert "the data has changed" in output_of(*run, "--data", str(other))
