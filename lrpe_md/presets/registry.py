@@ -524,9 +524,9 @@ def find_scheme(scheme: str | Scheme) -> tuple[str, Scheme]:
     known = {**SCHEMES, **REGISTERED}
     if not isinstance(scheme, str) or scheme not in known:
         found = repr(scheme) if isinstance(scheme, str) else type(scheme).__name__
-        raise ValueError(
-            f"name: expected one of list_presets(), or a lrpe_md.Scheme, got {found}{suggest(scheme, known)}"
-        )
+        is_module = found in ("'rotate'", "'cosine'", "'mixed'")
+        hint = f"; for {found}, use RotateMd or CosineMd" if is_module else suggest(scheme, known)
+        raise ValueError(f"name: expected one of list_presets(), or a lrpe_md.Scheme, got {found}{hint}")
     return scheme, known[scheme]
 
 

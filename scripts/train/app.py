@@ -39,8 +39,10 @@ def load_training(name: str, config: str) -> typer.Typer:
 
 def load_other(name: str, module: str) -> typer.Typer:
     """Import a module, and return the module's ``main`` as a command."""
+    from ..common.options import Command
+
     app = _new()
-    app.command(name)(importlib.import_module(f".{module}", __package__).main)
+    app.command(name, cls=Command)(importlib.import_module(f".{module}", __package__).main)
     return app
 
 

@@ -44,6 +44,10 @@ from ..common.plots import plt, save
 
 FORMATS = ("png", "pdf", "svg")
 FREQUENCIES = tuple(DEFAULT_BASES)
+# Options for the encodings of --encoding in training commands that are not presets.
+MODULES = {
+    "rotate": "--frequencies axial", "cosine": "--frequencies axial --map cosine", "mixed": "--frequencies mixed",
+}  # fmt: skip
 PANELS = {
     "Encoding": "preset frequencies map axis_order base head_dim heads seed",
     "Picture": "compare shape reference text token head channel maps", "Output": "out format dpi dark",
@@ -242,6 +246,8 @@ def main(
         raise typer.BadParameter(
             "--compare: expected several presets, got one; pass --preset for each, or leave it out"
         )
+    if out.suffix[1:] in FORMATS or out.is_file():
+        raise typer.BadParameter(f"--out: expected a folder, got {out}; the figures get the names of the encodings")
     out.mkdir(parents=True, exist_ok=True)
     if compare:
         save_figure(draw_comparison(views), unused_path(out / f"comparison.{format}"), dpi, dark)
@@ -280,13 +286,13 @@ def _make_subject(
 
 
 def save_figure(figure: Figure, path: Path, dpi: int, dark: bool) -> None:
-    """Save and close a figure, optionally with a copy for dark pages, and print the figure's path."""
+    """Save and close a figure, optionally with a copy for dark pages, and print the paths."""
+    print(path)
     if dark:
-        save(figure, path, dpi=dpi)
+        print(save(figure, path, dpi=dpi))
     else:
         figure.savefig(path, dpi=dpi)
         plt.close(figure)
-    print(path)
 
 
 def _find_schemes(wanted: Sequence[str]) -> dict[str, str | Scheme]:
@@ -296,6 +302,8 @@ def _find_schemes(wanted: Sequence[str]) -> dict[str, str | Scheme]:
         if value.lower().endswith(".json"):
             name, scheme = re.sub(r"[^\w.-]+", "-", Path(value).stem), _read_scheme(value)
         else:
+            if value in MODULES:
+                raise typer.BadParameter(f"--preset: {value!r} is not a preset; to plot it, pass {MODULES[value]}")
             [name] = [scheme] = choose("--preset", [value], list_presets())
         if name in found:
             raise typer.BadParameter(f"--preset: expected different names, got {name!r} twice; rename the file")

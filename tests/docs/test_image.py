@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from test_pages import blocks
-from train_commands import output_of
+from train_commands import output_of, with_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "image.md"
 
@@ -24,7 +24,7 @@ def commands(tmp_path, monkeypatch):
     text = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
     lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("lrpe-md train image")]
     short = ["--steps", "1", "--batch", "8", "--device", "cpu", "--no-progress"]
-    return [[*line[2:], *short] for line in lines if "runs/mine" in line]
+    return [with_options(line[2:], *short) for line in lines if "runs/mine" in line]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -10,6 +10,7 @@ from test_kernels import ACTS, CUTS, DTYPES, violations
 from lrpe_md import Norm, rotate
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
+from lrpe_md.engine.kernels.signature import pack_numbers
 from lrpe_md.testing import Case, bind, make_inputs
 
 FULL = Case("rotate", (5, 7), tables="full", suffix=2)
@@ -116,9 +117,8 @@ def test_expanded_tables_share_programs(count_launches):
     assert len(count_launches()) >= 5
     for launched in count_launches():
         assert not launched.variant.by_sample
-        numbers = dict(zip(launch.kernels.lrpe_kernel.arg_names[18:], launched.scalars, strict=False))
-        assert numbers["G"] == 1
-        assert numbers["span"] == sum(FULL.heads) * FULL.batch
+        programs, *_ = launched.numbers
+        assert programs[3:6:2] == pack_numbers(1, sum(FULL.heads) * FULL.batch)  # G and span
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,14 @@ def test_loads_are_as_wide_as_strides_allow(count_launches, table, unit):
 
 def test_no_copy_of_a_table(monkeypatch):
     """The kernel receives the caller's memory, whatever its strides."""
-    seen, order = [], launch.order_tensors
+    seen, run = [], launch._launch
 
-    def watch(rows, outs, tables, *rest):
+    def watch(prepared, args):
+        tables = args[4]
         seen.append(tables[-1])
-        return order(rows, outs, tables, *rest)
+        run(prepared, args)
 
-    monkeypatch.setattr(launch, "order_tensors", watch)
+    monkeypatch.setattr(launch, "_launch", watch)
     for layout in LAYOUTS:
         inputs = make_inputs(replace(FULL, tables_layout=layout))
         bind(inputs, "triton")([x.requires_grad_() for x in inputs.xs], inputs.omega)[0].sum().backward()

@@ -310,11 +310,11 @@ BAD = {
     "texts": (r"text: expected one text for each of 2 samples, got 1", lambda: dit()(*inputs()[:2], tokenize([RED]))),
     "texts for guidance": (
         r"text: expected one text for each of 2 samples, got 1; repeat your texts",
-        lambda: sample(dit(), inputs()[0], tokenize([RED]), scale=3.0, steps=1),
+        lambda: sample(dit(), inputs()[0], tokenize([RED]), guidance_scale=3.0, steps=1),
     ),
     "negative texts": (
         r"negative: expected one text for each of 2 samples, got 1",
-        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), scale=3.0, steps=1),
+        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), guidance_scale=3.0, steps=1),
     ),
     "text without encoder": (r"text: .*because the model has no text_encoder", lambda: dit(text=False)(*inputs())),
     "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
@@ -527,6 +527,7 @@ def test_texts_that_do_not_fit():
         (r"negative: expected 1 text, or 2 texts as in text", lambda: guided(model, text, 2.0, precomputed(2, 3))),
         (r"empty: expected the Text of one", lambda: TextFeatures(16, 8, text)),
         (r"text: expected integer class labels \(B,\), got .*int64 \(2, 1\)", lambda: labels(torch.ones(2, 1).long())),
+        (r"text: expected integer class labels \(B,\), got list; pass torch.tensor of", lambda: labels([1])),
         (r"text: expected class labels from 0 to 2, .* got 0 to 4", lambda: labels(torch.tensor([0, 4]))),
         (r"text: expected a sequence of captions, got 'red'", lambda: pretrained("t5")(RED)),
     ):  # fmt: skip
@@ -672,7 +673,7 @@ def test_on_a_gpu(name):
     assert set(seen) == {torch.bfloat16}
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert sample(model, torch.randn_like(x), text, scale=2.0, steps=2, method="heun").isfinite().all()
+    assert sample(model, torch.randn_like(x), text, guidance_scale=2.0, steps=2, method="heun").isfinite().all()
 
 
 def test_positions_follow_the_device():

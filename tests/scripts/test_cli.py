@@ -161,12 +161,9 @@ def test_help_stands_on_its_own(program):
             assert not re.search(rf"README|top of the file|python -m|{re.escape(str(ROOT))}", text), (name, text)
 
 
-@pytest.mark.parametrize("program", [name for name in cli.PROGRAMS if name != "train"])
+@pytest.mark.parametrize("program", cli.PROGRAMS)
 def test_a_repeated_option_is_rejected(program):
-    """By default, all but the last value would be ignored.
-
-    Training commands keep that, because you resume or vary a run by appending options to its command.
-    """
+    """By default, all but the last value would be ignored."""
     app = typer.main.get_command(cli.load_program(program))
     context = typer.Context(app)
     names = app.list_commands(context) if hasattr(app, "list_commands") else [None]

@@ -29,7 +29,7 @@ from lrpe_md.scripts.train.encodings import CAPTIONED
 from lrpe_md.scripts.train.generation import Evaluation
 from lrpe_md.scripts.train.tasks import diffusion as train_diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
-from train_commands import Killed, die_after
+from train_commands import Killed, die_after, with_options
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
 SMALL = {
@@ -294,7 +294,9 @@ def test_command_line(folder, tmp_path):
         (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: expected at most"),
         (["--data", str(tmp_path / "absent")], "no such file or folder"),
     ):
-        result = CliRunner().invoke(app, ["diffusion", *command, *more], env={**os.environ, "COLUMNS": "400"})
+        result = CliRunner().invoke(
+            app, ["diffusion", *with_options(command, *more)], env={**os.environ, "COLUMNS": "400"}
+        )
         assert result.exit_code == 2, result.output
         assert message in result.output
         assert not out.exists()

@@ -302,6 +302,7 @@ def test_held_out_captions_that_images_share_are_named():
     condition = Captions(("a", "b", "a", "c", "b", "a"), EncoderSize(16, 1, 2, 8))
     said = condition.describe_held_out([0, 2, 3, 5])
     assert said == "Held out all images of 2 captions for tests, among them 3 of 'a'"
+    assert condition.describe_held_out([0, 2, 5]) == "Held out all images of 1 caption for tests, among them 3 of 'a'"
     assert condition.describe_held_out([1, 3]) == ""
 
 
@@ -640,10 +641,18 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
             ["--prompt", "green", "--size", "9x8"],
             "--size: expected multiples of 2, because a patch has 1 latent per side, and a latent 2 pixels, got 9x8",
         ),
-        ("none", ["--scale", "2"], "--scale: has no effect, because this run was trained without captions or classes"),
+        (
+            "none",
+            ["--guidance-scale", "2"],
+            "--guidance-scale: has no effect, because this run was trained without captions or classes",
+        ),
         ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
         ("labels", ["--prompt", "red", "--sampler", "ddim"], "--sampler: unknown 'ddim'"),
-        ("labels", [], "--prompt: expected at least one for a run of `train diffusion`, got none"),
+        (
+            "labels",
+            [],
+            "--prompt: expected at least one for a run of `train diffusion`, got none; pass a class, such as",
+        ),
         ("labels", ["--prompt-file", "absent.txt"], "--prompt-file absent.txt: can't be read as text"),
     ],
 )

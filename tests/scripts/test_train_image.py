@@ -33,7 +33,7 @@ from lrpe_md.scripts.train.tasks.image import ImageTraining, parse_sizes
 from lrpe_md.scripts.train.weights import start_from
 from PIL import Image
 from torch import nn
-from train_commands import die_after, flags, output_of
+from train_commands import die_after, flags, output_of, with_options
 
 from lrpe_md import CosineMd, Grid
 
@@ -348,7 +348,7 @@ def test_validation_during_training(data, tmp_path):
 
 
 def test_slow_phases_are_announced(data, tmp_path):
-    run = ["image", "--data", data, *flags(SMALL), "--steps", 1]
+    run = ["image", "--data", data, *flags({**SMALL, "steps": 1})]
     shown = output_of(*run, "--out", tmp_path / "a", code=0)
     silent = output_of(*run, "--out", tmp_path / "b", "--no-progress", code=0)
     for text in ("Reading the data", "Evaluating"):
@@ -436,33 +436,37 @@ def test_phase_rotates_only_keys():
 
 
 def test_invalid_options(data, tmp_path):
-    run = ["image", "--data", str(data), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "1"]
-    assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
+    run = ["image", "--data", str(data), "--out", str(tmp_path / "run"), *flags({**SMALL, "steps": 1})]
+
+    def refused(*options):
+        return output_of(*with_options(run, *options))
+
+    assert "unknown 'rope'" in refused("--encoding", "rope")
     said = "expected a side or HEIGHTxWIDTH in multiples of 4, got '8x10'"
-    assert f"--size: {said}" in output_of(*run, "--size", "8x10")
-    assert f"--test-sizes: {said}" in output_of(*run, "--test-sizes", "8x10")
-    assert "expected at most 48, the number of training images" in output_of(*run, "--batch", "64")
-    assert "no such folder" in output_of(*run, "--data", str(tmp_path / "nothing"))
-    assert "--erase" in output_of(*run, "--erase", "1.5")
-    assert "--shift" in output_of(*run, "--shift", "-1")
-    wrong = output_of(*run, "--heads", "5")
+    assert f"--size: {said}" in refused("--size", "8x10")
+    assert f"--test-sizes: {said}" in refused("--test-sizes", "8x10")
+    assert "expected at most 48, the number of training images" in refused("--batch", "64")
+    assert "no such folder" in refused("--data", str(tmp_path / "nothing"))
+    assert "--erase" in refused("--erase", "1.5")
+    assert "--shift" in refused("--shift", "-1")
+    wrong = refused("--heads", "5")
     assert "--dim: expected a multiple of 5 (--heads), got 48; pass --dim 45 or 50, or other --heads" in wrong
-    assert "--heads 16" in output_of(*run, "--heads", "16")  # rotation needs an even head_dim
+    assert "--heads 16" in refused("--heads", "16")  # rotation needs an even head_dim
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
-    assert "(--encoding: was rotate, is now cosine);" in output_of(*run, "--encoding", "cosine")
-    said = output_of(*run, "--size", "16")
+    assert "(--encoding: was rotate, is now cosine);" in refused("--encoding", "cosine")
+    said = refused("--size", "16")
     assert "(--size: was 8, is now 16); choose another folder" in said
     assert "To test it at this size, pass --test-sizes 16 instead. To fine-tune it" in said
     assert f"pass --weights {tmp_path / 'run'} --reference 8 and another --out" in said
     other = write_idx(tmp_path / "other", train=32)
-    assert "the data has changed" in output_of(*run, "--data", str(other))
+    assert "the data has changed" in refused("--data", str(other))
 
 
 def test_the_summary_of_a_resumed_run_says_which_steps_it_timed(data, tmp_path):
-    run = ["image", "--data", data, "--out", tmp_path, *flags(SMALL), "--steps"]
-    assert "training, seconds  " in output_of(*run, 2, code=0)
-    assert "training, seconds (last 1 step)" in output_of(*run, 3, code=0)
+    run = ["image", "--data", data, "--out", tmp_path, *flags(SMALL)]
+    assert "training, seconds  " in output_of(*with_options(run, "--steps", 2), code=0)
+    assert "training, seconds (last 1 step)" in output_of(*with_options(run, "--steps", 3), code=0)
 
 
 @pytest.mark.gpu

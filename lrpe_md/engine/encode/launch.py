@@ -16,12 +16,11 @@ from ..core.call import NO_TABLES, Call, Needs, Variant, Weights
 from ..core.launching import (
     INTERPRETING,
     LARGE_GRID,
-    count_grid,
+    count_tokens,
     current_device,
     cut_channels,
     describe_tables,
-    divide_by,
-    find_table_strides,
+    find_magic,
     has_ptx,
     in_eights,
     launches_early,
@@ -29,6 +28,7 @@ from ..core.launching import (
     make_readable,
     materialise,
     num_groups,
+    pack_side,
     use_affine_positions,
 )  # fmt: skip
 from ..core.memory import accumulator, like_in_memory, strides_in_memory
@@ -45,11 +45,15 @@ __all__ = [
     "describe_variant",
     "forward",
     "launch_rows",
+    "pack_strides",
     "pack_table_strides",
+    "point_to_pairs",
     "prepare_launch",
     "recall_launches",
     "use_affine_if_large",
 ]
+
+Strides = tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and of k in x, dy and the output
 
 lrpe_kernel: Any = kernels.lrpe_kernel
 softmax_sequence_kernel: Any = kernels.softmax_sequence_kernel
@@ -118,17 +122,19 @@ class Launch:
     """A prepared launch, without its tensors."""
 
     __slots__ = (
-        "compiled_kernel", "grid", "norm_numbers", "options", "outs", "scalars", "start_numbers", "sums", "tables",
-        "variant",
+        "compiled_kernel", "counts", "grid", "norm_numbers", "numbers", "options", "outs", "start_numbers", "strides",
+        "sums", "tables", "variant",
     )  # fmt: skip
 
     def __init__(
-        self, programs: int, outs: list, sums: Sums, scalars: tuple[int, ...], variant: Variant, options: dict
-    ) -> None:
+        self, programs: int, outs: list, sums: Sums, strides: Strides, variant: Variant, options: dict
+    ) -> None:  # fmt: skip
         self.grid = (programs, 1, 1)
         self.outs = outs  # (size, stride) of each output
         self.sums = sums
-        self.scalars = scalars
+        self.strides = strides
+        self.counts: tuple[int, ...] = ()  # N, first_index and num_grid
+        self.numbers: tuple[Any, ...] = ()  # ``numbers`` of the kernel
         self.norm_numbers: tuple[int, ...] = pack_numbers(0, 0)  # numbers of the norm
         self.start_numbers: tuple[int, ...] = ()  # numbers that locate the start of each output
         self.tables: tuple[int, ...] = ()  # strides of tables
@@ -203,22 +209,19 @@ def launch_rows(
             )
         extras = norm if start is None else (norm, (start, launch.start_numbers))
         table_arguments = None if cos is None else (cos, sin, launch.tables)
-        _launch(launch, order_tensors(rows, outs, (*tables, table_arguments), partials.angles, extras))
+        pointers = point_to_pairs(launch.strides, xs, dys, outs)
+        tensors = (*pointers, (*rows.stats, None, None)[:2], (*tables, table_arguments), partials.angles, extras)
+        _launch(launch, (*tensors, *launch.counts, launch.numbers))
     return outs, partials
 
 
-def order_tensors(
-    rows: Rows, outs: Sequence[Any], tables: tuple[Any, ...], partial: Any, extras: Any = None
-) -> tuple[Any, ...]:
-    """Return the first arguments of :func:`lrpe_kernel`. The docstring of the kernel describes ``extras``.
-
-    ``tables`` holds the call's tables, the caller's cos and sin, and the strides of cos and sin.
-    """
-    x0, x1 = (*rows.xs, None, None)[:2]
-    dy0, dy1 = (*rows.dys, None, None)[:2]
-    stat0, stat1 = (*rows.stats, None, None)[:2]
-    o0, o1 = (*outs, None)[:2]
-    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, partial, extras
+def point_to_pairs(strides: Strides, *tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], ...]:
+    """Return pointers and strides of q and of k in x, dy and the output, in the form that kernels expect."""
+    pairs = []
+    for (q_strides, k_strides), group in zip(strides, tensors, strict=True):
+        q, k = (*group, None, None)[:2]
+        pairs.append((q, q_strides, k, k_strides))
+    return tuple(pairs)
 
 
 def recall_launches(call: Call, rows: Rows) -> dict:
@@ -230,18 +233,16 @@ def recall_launches(call: Call, rows: Rows) -> dict:
     return cached_call.launches
 
 
-def _launch(launch: Launch, tensors: tuple[Any, ...]) -> None:
+def _launch(launch: Launch, args: tuple[Any, ...]) -> None:
     """Launch the kernel.
 
     Later calls skip Triton's lookup of the compiled kernel, which takes longer than the launch.
     """
     compiled_kernel = launch.compiled_kernel
     if compiled_kernel is not None and not lrpe_kernel.pre_run_hooks:
-        compiled_kernel[launch.grid](*tensors, *launch.scalars, launch.variant)
+        compiled_kernel[launch.grid](*args, launch.variant)
         return
-    compiled_kernel = launch_kernel(
-        lrpe_kernel, launch.grid[0], (*tensors, *launch.scalars), launch.variant, launch.options
-    )
+    compiled_kernel = launch_kernel(lrpe_kernel, launch.grid[0], args, launch.variant, launch.options)
     if isinstance(compiled_kernel, CompiledKernel):
         launch.compiled_kernel = compiled_kernel
 
@@ -254,7 +255,7 @@ def prepare_launch(
     Set ``aligned`` if all addresses are multiples of 16 bytes. Set ``early`` if the second pass of dω may start while
     this launch is running.
     """
-    spec, layout = call.spec, call.layout
+    spec = call.spec
     xs, dys = rows.xs, rows.dys
     sources = dys or xs
     batch, heads0, num_tokens, last = sources[0].shape
@@ -301,21 +302,20 @@ def prepare_launch(
     tokens_first = outs[0][1][2] <= outs[0][1][1]  # so that concurrent programs access adjacent memory
     if not tokens_first:
         first, second = second, first
-    numbers = {
-        **_count_strides(strides, 8 if aligned else 1), **find_table_strides(call, variant), **count_grid(layout),
-        "B": batch, "N": num_tokens, "num_blocks": num_blocks, "tokens_first": int(tokens_first),
-        "first": first, "second": second, "G": groups, "M": parts_per_sample, "P": num_runs, "span": span,
-        "per": work_plan.rows_per_program, "group0": group0, "group1": group1,
-        **divide_by("_first", first), **divide_by("_second", second), **divide_by("_g", groups),
-        **divide_by("_p", num_runs), **divide_by("_h", group0 + group1),
-    }  # fmt: skip
-    scalars = tuple(numbers[name] for name in kernels.lrpe_kernel.arg_names if name in numbers)
+    magics, shifts = zip(*map(find_magic, (first, second, groups, group0 + group1, num_runs)), strict=True)
+    programs_numbers = pack_numbers(
+        int(tokens_first), first, second, groups, parts_per_sample, span, work_plan.rows_per_program, group0, group1,
+        num_blocks, num_runs, batch,
+    )  # fmt: skip
     q_parts = group0 // work_plan.rows_per_program
     sums = _count_sums(variant, programs, groups, token_programs * groups * q_parts * num_runs * samples)
     if needs.norm:
         rows_per_head = token_programs * num_runs * samples if variant.weight_by_head else 0
         sums = sums._replace(counts=(sums.counts[0], rows_per_head))
-    launch = Launch(programs, outs, sums, scalars, variant, _compiler_options(work_plan))
+    packed_strides = pack_strides(strides, 8 if aligned else 1)
+    launch = Launch(programs, outs, sums, packed_strides, variant, _compiler_options(work_plan))
+    launch.counts = count_tokens(call.layout)
+    launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *pack_side(call, variant)
     launch.norm_numbers = pack_numbers(q_parts, num_runs * samples)
     launch.tables = pack_table_strides(call, variant)
     if rows.start is not None:
@@ -403,14 +403,15 @@ def _find_tile_width(variant: Variant) -> int:
     return triton.next_power_of_2(sum(variant.blocks))  # includes the unmapped channels
 
 
-def _count_strides(strides: dict[str, list], unit: int) -> dict[str, int]:
-    numbers = {}
-    for name, group in strides.items():
-        for k in range(2):
-            b, h, n, d = group[k] if k < len(group) else (0, 0, 0, 0)
-            prefix = f"{name}{k}"
-            numbers |= {f"{prefix}_b": b // unit, f"{prefix}_h": h // unit, f"{prefix}_n": n // unit, f"{prefix}_d": d}
-    return numbers
+def pack_strides(strides: dict[str, list[tuple[int, ...]]], unit: int) -> Strides:
+    """Return the packed strides of q and k in x, dy and the output. All except the last one are divided by ``unit``."""
+    return tuple(
+        tuple(
+            pack_numbers(*(step // unit for step in steps), last)
+            for *steps, last in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2]
+        )
+        for group in strides.values()
+    )
 
 
 def _compiler_options(work_plan: Plan) -> dict[str, Any]:

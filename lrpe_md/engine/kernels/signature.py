@@ -28,6 +28,15 @@ def unpack_numbers(packed):
     return numbers
 
 
+@triton.jit
+def unpack_int32(packed):
+    """Decode numbers from :func:`pack_numbers` as int32. Numbers from 2^31 to 2^32 - 1 keep their bits."""
+    numbers = ()
+    for i in tl.static_range(len(packed)):
+        numbers += ((packed[i] >> 2).to(tl.int32),)
+    return numbers
+
+
 def kernel(fn: Callable[..., Any]) -> Any:
     """Apply ``triton.jit`` without specialising on numbers (arguments with a type string) or on pointer alignment."""
     params = inspect.signature(fn).parameters

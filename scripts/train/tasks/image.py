@@ -67,7 +67,7 @@ from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone, has_coordinates
 from ..loop import Trainer
 from ..outcome import placements
-from ..work import Work, train
+from ..work import Work, report, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,11 +448,11 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
             "smaller"
         )
-    if PartialState().is_main_process:
-        held_out = np.arange(len(data.train) + len(data.test)) >= len(data.train)
-        typer.echo(describe_held_out("image", held_out, data.labels, data.classes), err=True)
-        if few := describe_few("image", held_out, data.labels, data.classes, "add images"):
-            typer.echo(few, err=True)
+    held_out = np.arange(len(data.train) + len(data.test)) >= len(data.train)
+    report(
+        describe_held_out("image", held_out, data.labels, data.classes),
+        describe_few("image", held_out, data.labels, data.classes, "add images"),
+    )
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.train.digest}
     buckets = sort_images(config, data.train)

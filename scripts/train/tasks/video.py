@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import typer
-from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,7 +36,7 @@ from ..encodings import MEMORY_HELP, VIDEOS, Backbone, has_coordinates, restore_
 from ..loop import Trainer
 from ..order import shuffle, steps_per_epoch
 from ..outcome import placements
-from ..work import Work, train
+from ..work import Work, report, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,22 +379,21 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     if config.is_new:
         steps_per_epoch(len(train), config.batch)  # check before anything is written
     sampling = Sampling(config.sampling, config.frames, config.every)
-    if PartialState().is_main_process:
-        typer.echo(describe_held_out("video", videos.held_out, videos.labels, videos.names), err=True)
-        advice = (
-            "add videos to the test folder"
-            if videos.has_tests
-            else f"pass a smaller --parts, or average runs with --fold 0 to {config.parts - 1}"
-        )
-        if few := describe_few("video", videos.held_out, videos.labels, videos.names, advice):
-            typer.echo(few, err=True)
-    if (short := int((videos.lengths < sampling.span).sum())) and PartialState().is_main_process:
+    advice = (
+        "add videos to the test folder"
+        if videos.has_tests
+        else f"pass a smaller --parts, or average runs with --fold 0 to {config.parts - 1}"
+    )
+    report(
+        describe_held_out("video", videos.held_out, videos.labels, videos.names),
+        describe_few("video", videos.held_out, videos.labels, videos.names, advice),
+    )
+    if short := int((videos.lengths < sampling.span).sum()):
         verb = "is" if short == 1 else "are"
         repeated = "some of their frames are" if config.sampling == "uniform" else "their last frame is"
-        typer.echo(
+        report(
             f"{short} of {len(videos.lengths)} videos {verb} shorter than a clip of {sampling.span} frames; {repeated} "
-            "repeated",
-            err=True,
+            "repeated"
         )
     arguments = model_arguments(config, len(videos.names))
 
