@@ -257,7 +257,7 @@ def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, 
     if (needed := num * 3 * height * width) > MEMORY:
         raise ImageError(
             f"--data: {num:,} images of {height}×{width} take {needed / 2**30:.0f} GiB, more than the "
-            f"{MEMORY / 2**30:.0f} GiB allowed in memory; use --stream, smaller --test-sizes, or --limit"
+            f"{MEMORY / 2**30:.0f} GiB allowed in memory; use --stream, --limit, or smaller --size or --test-sizes"
         )
     images, labels = torch.empty(num, 3, height, width, dtype=torch.uint8), torch.empty(num, dtype=torch.int64)
 
