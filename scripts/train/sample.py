@@ -146,17 +146,24 @@ def main(
     vae, encoder, number, npz = (options.pop(name) for name in ("vae", "encoder", "count", "npz"))
     sheet = Sheet(**{**options, "out": options["out"] or unused_path(run / "sheet.png")})
     painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
-    if not prompts and npz is None and painter.condition["kind"] != "none":
-        classes = painter.condition.get("classes")
-        wanted = f"a class, such as --prompt {shlex.quote(classes[0])}" if classes else "--prompt TEXT"
-        raise typer.BadParameter(
-            f"--prompt: expected at least one for a run of `train diffusion`, got none; pass {wanted}, or "
-            "--prompt '' for images without a prompt"
-        )
+    if not prompts and npz is None:
+        check_unconditional(painter.condition)
     if number is None or npz is None:
         sample_images(run, painter, prompts or [""], seed, sheet)
     else:
         sample_many(run, painter, prompts or [""], seed, sheet, Count(number, npz))
+
+
+def check_unconditional(condition: dict[str, Any]) -> None:
+    """Raise an error if the model was trained with a condition, so that it needs a prompt."""
+    if condition["kind"] == "none":
+        return
+    classes = condition.get("classes")
+    wanted = f"a class, such as --prompt {shlex.quote(classes[0])}" if classes else "--prompt TEXT"
+    raise typer.BadParameter(
+        f"--prompt: expected at least one for a run of `train diffusion`, got none; pass {wanted}, or --prompt '' for "
+        "images without a prompt"
+    )
 
 
 def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:

@@ -246,14 +246,18 @@ def main(
         raise typer.BadParameter(
             "--compare: expected several presets, got one; pass --preset for each, or leave it out"
         )
-    if out.suffix[1:] in FORMATS or out.is_file():
-        raise typer.BadParameter(f"--out: expected a folder, got {out}; the figures get the names of the encodings")
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     if compare:
         save_figure(draw_comparison(views), unused_path(out / f"comparison.{format}"), dpi, dark)
         return
     for view in views:
         save_figure(draw(view), unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
+
+
+def _make_folder(out: Path) -> None:
+    if out.suffix[1:] in FORMATS or out.is_file():
+        raise typer.BadParameter(f"--out: expected a folder, got {out}; the figures get the names of the encodings")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, Any]) -> list[Subject]:

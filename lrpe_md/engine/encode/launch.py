@@ -262,11 +262,7 @@ def prepare_launch(
     heads1 = sources[1].shape[1] if len(sources) == 2 else 0
     head_dim = spec.head_dim(last) if dys else last
     out_dim = head_dim if dys else spec.out_dim(head_dim)
-    given_outs = rows.outs or (None,) * len(sources)
-    outs = [
-        ((*x.shape[:3], out_dim), strides_in_memory(x, out_dim)) if t is None else (t.shape, t.stride())
-        for t, x in zip(given_outs, sources, strict=True)
-    ]
+    outs = _lay_out_outputs(rows, out_dim)
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
     aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
     variant = describe_variant(call, rows, dtype, (head_dim, aligned), needs, strides)
@@ -279,9 +275,8 @@ def prepare_launch(
     num_rows = num_tokens * max(1, variant.flat)
     span = (group0 + group1) * batch // samples
     has_sums = any(needs)
-    rows_per_weight = 0
-    if variant.has_weight or variant.has_bias:
-        rows_per_weight = 1 if variant.weight_by_head else math.gcd(group0, group1)
+    has_weights = variant.has_weight or variant.has_bias
+    rows_per_weight = 0 if not has_weights else 1 if variant.weight_by_head else math.gcd(group0, group1)
     work = Work(
         map=spec.map, stage=Pass.DOMEGA if has_sums else Pass.BACKWARD if dys else Pass.FORWARD,
         activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
@@ -290,10 +285,8 @@ def prepare_launch(
         interpreting=INTERPRETING, rows_per_weight=rows_per_weight, tables=variant.tables,
     )  # fmt: skip
     work_plan = plan(work)
-    variant = variant._replace(
-        block_r=work_plan.block_r, block_n=work_plan.block_n, stages=work_plan.stages, rows_first=work_plan.rows_first,
-        early=early,
-    )  # fmt: skip
+    tile = {name: getattr(work_plan, name) for name in ("block_r", "block_n", "stages", "rows_first")}
+    variant = variant._replace(**tile, early=early)
     num_blocks = triton.cdiv(num_rows, work_plan.block_n)
     token_programs = work_plan.token_programs if num_blocks else 0
     parts_per_sample, num_runs = share_rows(span, group0 + group1, work_plan.rows_per_program)
@@ -308,10 +301,9 @@ def prepare_launch(
         num_blocks, num_runs, batch,
     )  # fmt: skip
     q_parts = group0 // work_plan.rows_per_program
-    sums = _count_sums(variant, programs, groups, token_programs * groups * q_parts * num_runs * samples)
-    if needs.norm:
-        rows_per_head = token_programs * num_runs * samples if variant.weight_by_head else 0
-        sums = sums._replace(counts=(sums.counts[0], rows_per_head))
+    num_walks = token_programs * num_runs * samples
+    rows_per_head = num_walks if needs.norm and variant.weight_by_head else 0
+    sums = _count_sums(variant, programs, groups, (num_walks * groups * q_parts, rows_per_head))
     packed_strides = pack_strides(strides, 8 if aligned else 1)
     launch = Launch(programs, outs, sums, packed_strides, variant, _compiler_options(work_plan))
     launch.counts = count_tokens(call.layout)
@@ -319,19 +311,35 @@ def prepare_launch(
     launch.norm_numbers = pack_numbers(q_parts, num_runs * samples)
     launch.tables = pack_table_strides(call, variant)
     if rows.start is not None:
-        lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
-        launch.start_numbers = pack_numbers(*lengths, int(len(rows.start) > 1))
+        launch.start_numbers = _pack_start(rows, rows.start)
     return launch
 
 
-def _count_sums(variant: Variant, programs: int, groups: int, num_q_rows: int) -> Sums:
+def _pack_start(rows: Rows, start: Tensor) -> tuple[int, ...]:
+    """Return the packed numbers of ``start`` in :func:`lrpe_md.engine.kernels.encode.move_output`."""
+    lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
+    return pack_numbers(*lengths, int(len(start) > 1))
+
+
+def _lay_out_outputs(rows: Rows, out_dim: int) -> list[tuple[Any, tuple[int, ...]]]:
+    """Return the size and stride of each output."""
+    sources = rows.dys or rows.xs
+    given_outs = rows.outs or (None,) * len(sources)
+    return [
+        ((*x.shape[:3], out_dim), strides_in_memory(x, out_dim)) if t is None else (t.shape, t.stride())
+        for t, x in zip(given_outs, sources, strict=True)
+    ]
+
+
+def _count_sums(variant: Variant, programs: int, groups: int, counts: tuple[int, int]) -> Sums:
+    """Return the shapes of the partial sums. ``counts`` are the rows of q, and the rows per head, of weights' sums."""
     angles, weights = None, None
     if variant.need_dangles:
         angles = programs // groups, groups, variant.num_axes + variant.has_phase, variant.num_channels
     if variant.need_dweight:
         kinds = variant.has_weight + variant.has_bias
         weights = programs, kinds * variant.token_groups * variant.head_dim
-    return Sums(angles, weights, (num_q_rows, 0))
+    return Sums(angles, weights, counts)
 
 
 def describe_variant(

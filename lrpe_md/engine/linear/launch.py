@@ -359,9 +359,7 @@ class LaunchInputs:
         ptx = has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
-        rows = NORMALIZED
-        if self.call.attention.normalizer == "none":
-            rows = {} if self.log_decay is None or spec.map == "none" else DECAYING
+        rows = self._choose_rows(spec)
         tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
@@ -403,6 +401,12 @@ class LaunchInputs:
             need_ddecay=need_ddecay,
         )  # fmt: skip
         return replace_fields(variant, changes), {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
+
+    def _choose_rows(self, spec: Spec) -> dict[LinearPass, LinearPass]:
+        """Return the rows of the tile table that replace those of causal passes."""
+        if self.call.attention.normalizer != "none":
+            return NORMALIZED
+        return {} if self.log_decay is None or spec.map == "none" else DECAYING
 
     def pieces(self, of_queries: bool) -> Pieces:
         key = "pieces", of_queries
