@@ -25,6 +25,7 @@ from ...models.lm import CausalLm
 from ...models.video import LrpeVideoTransformer, inflate_unchecked
 from ..common.folder import save_whole
 from .checkpoint import digest_of, first_sentence, read_checkpoint
+from .data.buckets import show_size
 from .encodings import find_reference, has_coordinates
 from .loop import WHOLE, Trainer
 
@@ -114,8 +115,10 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
         trained = grid[0], *trained[-2:]
     if trained == grid:
         return None
-    units = [settings["tubelet"], settings["patch"]] if len(grid) == 3 else [settings["patch"]]
-    reference = "x".join(str(n * unit) for n, unit in zip(trained[:-1], units, strict=True))
+    frames, (height, width) = trained[:-2], (number * settings["patch"] for number in trained[-2:])
+    if frames and height != width:  # --reference of `train video` is square
+        return None
+    reference = "x".join([*(str(number * settings["tubelet"]) for number in frames), show_size(height, width)])
     trained_text, grid_text = ("×".join(map(str, each)) for each in (trained, grid))
     return (
         f"trained with {trained_text} patches; this training has {grid_text}. To map their positions onto the trained "
@@ -125,9 +128,10 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
 
 def _find_grid(settings: dict[str, Any]) -> tuple[int, ...]:
     """Return the patch grid ([time,] height, width) that positions cover in a run on images or videos."""
-    frames, _, size = find_reference(settings).rpartition("x")
-    side = int(size) // settings["patch"]
-    return (int(frames) // settings["tubelet"], side, side) if frames else (side, side)
+    found, patch = [int(part) for part in find_reference(settings).split("x")], settings["patch"]
+    if "tubelet" in settings:
+        return found[0] // settings["tubelet"], found[1] // patch, found[1] // patch
+    return found[0] // patch, found[-1] // patch
 
 
 def _count_heads(model: nn.Module) -> int | None:

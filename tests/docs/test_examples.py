@@ -104,6 +104,23 @@ def test_finetune_timm(tmp_path, capsys):
     assert "--size: expected a side or HEIGHTxWIDTH, got '64x96x3'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "resnet18"], "--model resnet18: ResNet"),
+        (["--model", "vit_tini_patch16_224"], "--model vit_tini_patch16_224: Unknown model"),
+        (["--model", "test_vit"], "--model test_vit: model: expected a model that calls a function to rotate q and k"),
+        (["--model-kwargs", "height=1"], "unexpected keyword argument 'height'"),
+    ],
+)
+def test_finetune_timm_rejects_unsuitable_models(tmp_path, capsys, options, message):
+    (tmp_path / "red").mkdir()
+    reject("finetune_timm", "--data", tmp_path, *options)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert message in said
+    assert said.endswith("; pass a ViT with RoPE (see --help), or read docs/recipe.md")
+
+
 def test_finetune_timm_rejects_train_and_val_as_classes(tmp_path, capsys):
     for part in ("train", "val"):
         (tmp_path / part / "red").mkdir(parents=True)

@@ -20,6 +20,7 @@ README = ROOT / "README.md"
 ELSEWHERE = {
     "schemes.md",
     "runtime.md",
+    "image.md",
     "recipe.md",
     "several-gpus.md",
     "your-own-training.md",

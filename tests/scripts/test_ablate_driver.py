@@ -359,7 +359,7 @@ def test_invalid_options(images, tmp_path):
     assert "--set: expected NAME=VALUE, got 'steps'" in output_of(*run, "--set", "steps")
     assert "--set steps: expected an integer, got 'many'" in output_of(*run, "--set", "steps=many")
     assert "expected true or false" in output_of(*run, "--set", "flip=2")
-    assert "expected a multiple of 4" in output_of(*run, "--set", "size=10")
+    assert "--set size: expected a side or HEIGHTxWIDTH in multiples of 4" in output_of(*run, "--set", "size=10")
     assert not (tmp_path / "out").exists()  # nothing was written
     (tmp_path / "empty").mkdir()
     assert "found neither" in output_of("report", "image", "--folder", str(tmp_path / "empty"))
@@ -532,7 +532,7 @@ def test_a_report_of_another_task_is_refused(tmp_path):
     ("data", "options", "message"),
     [
         ("pictures", [], r"DATA {data}: found no images; expected CLASS/\*\.png .* with --set label, or the root"),
-        ("idx", ["--set", "size=15"], "--set size: expected a multiple of 4, got 15"),
+        ("idx", ["--set", "size=15"], "--set size: expected a side or HEIGHTxWIDTH in multiples of 4, got '15'"),
         ("idx", ["--set", "batch=99"], "--set batch=99: expected at most 24, the number of training images"),
         ("idx", ["--set", "without=ugly"], "--set without ugly: only works with --set label; add --set label"),
         ("idx", ["-e", "linear"], "as --attention linear"),
