@@ -31,7 +31,7 @@ from .launch import (
     Strides,
     describe_variant,
     launch_rows,
-    pack_strides,
+    pack_pairs,
     pack_table_strides,
     point_to_pairs,
     recall_launches,
@@ -181,7 +181,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     )  # fmt: skip
     options = {"num_warps": work_plan.num_warps}
     entries = pack_table_strides(call, variant)
-    packed, numbers = pack_strides(swapped_strides, unit), (pack_numbers(*counts), pack_grid(layout))
+    packed, numbers = pack_pairs(swapped_strides, unit), (pack_numbers(*counts), pack_grid(layout))
     return _Launch(programs, outs, sums, packed, numbers, entries, variant, options)
 
 

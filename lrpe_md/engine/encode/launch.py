@@ -35,7 +35,7 @@ from ..core.memory import accumulator, like_in_memory, strides_in_memory
 from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
-from ..kernels.signature import pack_numbers
+from ..kernels.signature import pack_numbers, pack_strides
 from .plan import Pass, Plan, Work, plan, share_rows
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
     "describe_variant",
     "forward",
     "launch_rows",
-    "pack_strides",
+    "pack_pairs",
     "pack_table_strides",
     "point_to_pairs",
     "prepare_launch",
@@ -304,7 +304,7 @@ def prepare_launch(
     num_walks = token_programs * num_runs * samples
     rows_per_head = num_walks if needs.norm and variant.weight_by_head else 0
     sums = _count_sums(variant, programs, groups, (num_walks * groups * q_parts, rows_per_head))
-    packed_strides = pack_strides(strides, 8 if aligned else 1)
+    packed_strides = pack_pairs(strides, 8 if aligned else 1)
     launch = Launch(programs, outs, sums, packed_strides, variant, _compiler_options(work_plan))
     launch.counts = count_tokens(call.layout)
     launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *pack_side(call, variant)
@@ -411,11 +411,11 @@ def _find_tile_width(variant: Variant) -> int:
     return triton.next_power_of_2(sum(variant.blocks))  # includes the unmapped channels
 
 
-def pack_strides(strides: dict[str, list[tuple[int, ...]]], unit: int) -> Strides:
+def pack_pairs(strides: dict[str, list[tuple[int, ...]]], unit: int) -> Strides:
     """Return the packed strides of q and k in x, dy and the output. All except the last one are divided by ``unit``."""
     return tuple(
         tuple(
-            pack_numbers(*(step // unit for step in steps), last)
+            pack_strides(*(step // unit for step in steps), last)
             for *steps, last in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2]
         )
         for group in strides.values()
@@ -460,4 +460,4 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
 def _pack_tensor_strides(t: Tensor | None, unit: int) -> tuple[int, ...]:
     """Return the packed strides of a tensor (B, H, N, D). All except the channel stride are divided by ``unit``."""
     b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
-    return pack_numbers(b // unit, h // unit, n // unit, d)
+    return pack_strides(b // unit, h // unit, n // unit, d)

@@ -19,6 +19,23 @@ def pack_numbers(*numbers: int) -> tuple[int, ...]:
     return tuple(4 * n + 2 for n in numbers)
 
 
+STRIDE_OFFSET = tl.constexpr(2**40)
+
+
+def pack_strides(*strides: int) -> tuple[int, ...]:
+    """Encode strides like :func:`pack_numbers`, but always as int64, so that large strides don't need new kernels."""
+    return tuple(4 * n + 2 + STRIDE_OFFSET.value for n in strides)
+
+
+@triton.jit
+def unpack_strides(packed):
+    """Decode strides from :func:`pack_strides` as int64."""
+    strides = ()
+    for i in tl.static_range(len(packed)):
+        strides += ((packed[i] - STRIDE_OFFSET) >> 2,)
+    return strides
+
+
 @triton.jit
 def unpack_numbers(packed):
     """Decode numbers from :func:`pack_numbers`."""

@@ -7,7 +7,7 @@ for any head_dim that is a multiple of 8.
 import triton
 import triton.language as tl
 
-from .signature import unpack_numbers
+from .signature import unpack_strides
 
 
 @triton.jit
@@ -38,9 +38,9 @@ def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
     UNIT: tl.constexpr = 8 if V.aligned else 1
     p_q, q_strides, p_k, k_strides = tensors
     p = p_q
-    stride_b, stride_h, stride_n, stride_d = unpack_numbers(q_strides)
+    stride_b, stride_h, stride_n, stride_d = unpack_strides(q_strides)
     if V.has_k:
-        k_stride_b, k_stride_h, k_stride_n, k_stride_d = unpack_numbers(k_strides)
+        k_stride_b, k_stride_h, k_stride_n, k_stride_d = unpack_strides(k_strides)
         p = tl.where(is_k, p_k, p_q)
         stride_b = tl.where(is_k, k_stride_b, stride_b)
         stride_h = tl.where(is_k, k_stride_h, stride_h)
