@@ -25,6 +25,7 @@ from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, rotate
 from lrpe_md.engine import kernels
 from lrpe_md.engine.core import reduction
 from lrpe_md.engine.encode import launch
+from lrpe_md.engine.kernels.signature import LONG_STRIDE
 from lrpe_md.testing import (
     Case,
     Inputs,
@@ -109,8 +110,8 @@ def test_one_variant_for_all_sizes(map, act):
 
 
 @pytest.mark.parametrize("map", MAPS)
-def test_only_strides_past_32_bits_add_a_variant(map):
-    """A tensor with more than 2^31 elements only needs another variant if a stride is that large."""
+def test_only_long_strides_add_a_variant(map):
+    """A tensor with more than 2^31 elements only needs another variant if a stride is long, and only one."""
     head_dim = 20
     channels, out_dim = (20, 40) if map == "cosine" else (10, 20)
     rows = 2**31 // out_dim + 1
@@ -127,8 +128,8 @@ def test_only_strides_past_32_bits_add_a_variant(map):
     assert forward(torch.zeros(1, 2, 16, head_dim, **options), Grid((4, 4))) == 1
     assert forward(torch.zeros(rows // (16 * 4096) + 1, 16, 4096, head_dim, **options), Grid((64, 64))) == 0
     far = torch.zeros(2**31 + 1000, **options)
-    assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, 2**31 - 1, 1)), Grid((2, 1))) == 0
-    assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, 2**31, 1)), Grid((2, 1))) == 1
+    for stride, num_new in ((LONG_STRIDE - 1, 0), (LONG_STRIDE, 1), (2**31 - 1, 0), (2**31, 0)):
+        assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, stride, 1)), Grid((2, 1))) == num_new
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])

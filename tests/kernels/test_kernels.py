@@ -8,11 +8,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from parametrizing import ACTS, parametrize_each
 
-from lrpe_md import Grid, cosine
+from lrpe_md import Grid, cosine, rotate
 from lrpe_md.engine.core import launching
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
 from lrpe_md.engine.encode.operator import ENCODE
+from lrpe_md.engine.kernels.signature import LONG_STRIDE
 from lrpe_md.testing import Case, check, make_inputs, run
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -213,6 +214,16 @@ def test_fast_frequencies_far_on_a_grid(size, frequency):
     grid = Grid((size,), start=size - 16)
     exact = cosine(x.double(), omega=omega.double(), positions=grid, impl="reference")
     assert (cosine(x, omega=omega, positions=grid, impl="triton") - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("stride", [LONG_STRIDE - 1, LONG_STRIDE])
+def test_long_strides(stride):
+    """Long strides of tokens are passed in 64 bits."""
+    memory = torch.empty(LONG_STRIDE + 20, dtype=torch.float16)  # takes little memory, because few pages are written
+    x = memory.as_strided((1, 2, 2, 10), (0, 10, stride, 1)).copy_(torch.randn(1, 2, 2, 10))
+    omega = torch.rand(1, 5, 1)
+    expected = rotate(x.float(), omega=omega, positions=Grid((2,)), impl="reference")
+    torch.testing.assert_close(rotate(x, omega=omega, positions=Grid((2,)), impl="triton"), expected.half())
 
 
 @pytest.mark.parametrize("shape", [(2**16,), (2**15, 2**15), (200, 200, 200, 200)])

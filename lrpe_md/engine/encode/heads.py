@@ -169,7 +169,6 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
         block_r=work_plan.tiles, block_n=work_plan.heads, weight_by_head=variant.has_weight or variant.has_bias,
         early=launches_early(needs),
     )  # fmt: skip
-    unit = 8 if aligned else 1
     swapped_strides = {name: [(b, n, h, d) for b, h, n, d in group] for name, group in strides.items()}
     num_weights = variant.has_weight + variant.has_bias
     width = num_weights * variant.token_groups * max(heads_q, heads_k) * head_dim
@@ -181,7 +180,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     )  # fmt: skip
     options = {"num_warps": work_plan.num_warps}
     entries = pack_table_strides(call, variant)
-    packed, numbers = pack_pairs(swapped_strides, unit), (pack_numbers(*counts), pack_grid(layout))
+    packed, numbers = pack_pairs(swapped_strides, variant), (pack_numbers(*counts), pack_grid(layout))
     return _Launch(programs, outs, sums, packed, numbers, entries, variant, options)
 
 

@@ -35,7 +35,7 @@ from ..core.memory import accumulator, like_in_memory, strides_in_memory
 from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
-from ..kernels.signature import pack_numbers, pack_strides
+from ..kernels.signature import LONG_STRIDE, pack_numbers, pack_strides
 from .plan import Pass, Plan, Work, plan, share_rows
 
 __all__ = [
@@ -304,7 +304,7 @@ def prepare_launch(
     num_walks = token_programs * num_runs * samples
     rows_per_head = num_walks if needs.norm and variant.weight_by_head else 0
     sums = _count_sums(variant, programs, groups, (num_walks * groups * q_parts, rows_per_head))
-    packed_strides = pack_pairs(strides, 8 if aligned else 1)
+    packed_strides = pack_pairs(strides, variant)
     launch = Launch(programs, outs, sums, packed_strides, variant, _compiler_options(work_plan))
     launch.counts = count_tokens(call.layout)
     launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *pack_side(call, variant)
@@ -362,7 +362,7 @@ def describe_variant(
         wide=wide, fast=fast and not has_tables,
         # Integers can count angles if positions are indices. They would not improve the hardware's approximations.
         fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(has_ptx(dtype)),
-        aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
+        aligned=aligned, long=_are_long([each for group in strides.values() for each in group], unit),
     )  # fmt: skip
 
 
@@ -411,13 +411,10 @@ def _find_tile_width(variant: Variant) -> int:
     return triton.next_power_of_2(sum(variant.blocks))  # includes the unmapped channels
 
 
-def pack_pairs(strides: dict[str, list[tuple[int, ...]]], unit: int) -> Strides:
-    """Return the packed strides of q and k in x, dy and the output. All except the last one are divided by ``unit``."""
+def pack_pairs(strides: dict[str, list[tuple[int, ...]]], variant: Variant) -> Strides:
+    """Return the packed strides of q and k in x, dy and the output."""
     return tuple(
-        tuple(
-            pack_strides(*(step // unit for step in steps), last)
-            for *steps, last in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2]
-        )
+        tuple(_pack_one(stride, variant.aligned, variant.long) for stride in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2])
         for group in strides.values()
     )
 
@@ -446,18 +443,24 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
     block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if INTERPRETING else 128
     tensors = [t for t in (x, g, dx) if t is not None]
     aligned = _are_rows_aligned(head_dim, tensors)
-    unit = 8 if aligned else 1
-    x_strides, g_strides, dx_strides = (_pack_tensor_strides(t, unit) for t in (x, g, dx))
+    long = _are_long([t.stride() for t in tensors], 8 if aligned else 1)
+    x_strides, g_strides, dx_strides = (
+        _pack_one((0, 0, 0, 0) if t is None else t.stride(), aligned, long) for t in (x, g, dx)
+    )
     variant = Variant(
         act="softmax", dim=-2, num_channels=head_dim, head_dim=head_dim, backward=g is not None,
         wide=x.dtype == torch.float64, functions=int(has_ptx(x.dtype)), aligned=aligned,
-        long=any(s // unit >= 2**31 for t in tensors for s in t.stride()), block_n=block_n, block_c=block_d,
+        long=long, block_n=block_n, block_c=block_d,
     )  # fmt: skip
     args = (x, g, dx, stat, x_strides, g_strides, dx_strides, batch, heads, num_tokens)
     launch_kernel(softmax_sequence_kernel, batch * heads * triton.cdiv(head_dim, block_d), args, variant, {})
 
 
-def _pack_tensor_strides(t: Tensor | None, unit: int) -> tuple[int, ...]:
-    """Return the packed strides of a tensor (B, H, N, D). All except the channel stride are divided by ``unit``."""
-    b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
-    return pack_strides(b // unit, h // unit, n // unit, d)
+def _are_long(strides: Sequence[tuple[int, ...]], unit: int) -> bool:
+    return any(step // unit >= LONG_STRIDE for stride in strides for step in stride)
+
+
+def _pack_one(stride: tuple[int, ...], aligned: bool, long: bool) -> tuple[int, ...]:
+    """Return the packed strides of a tensor. If it is aligned, all except the channel stride are divided by 8."""
+    unit, (*steps, last) = 8 if aligned else 1, stride
+    return pack_strides(long, *(step // unit for step in steps), last)

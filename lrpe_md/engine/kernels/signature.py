@@ -19,20 +19,25 @@ def pack_numbers(*numbers: int) -> tuple[int, ...]:
     return tuple(4 * n + 2 for n in numbers)
 
 
+LONG_STRIDE = 2**29  # Triton derives an argument's type from its value. From here on, packed strides need int64.
 STRIDE_OFFSET = tl.constexpr(2**40)
 
 
-def pack_strides(*strides: int) -> tuple[int, ...]:
-    """Encode strides like :func:`pack_numbers`, but always as int64, so that large strides don't need new kernels."""
-    return tuple(4 * n + 2 + STRIDE_OFFSET.value for n in strides)
+def pack_strides(long: bool, *strides: int) -> tuple[int, ...]:
+    """Encode strides like :func:`pack_numbers`. If ``long`` is set, all of them are int64, so they share a variant."""
+    offset = STRIDE_OFFSET.value if long else 0
+    return tuple(packed + offset for packed in pack_numbers(*strides))
 
 
 @triton.jit
-def unpack_strides(packed):
-    """Decode strides from :func:`pack_strides` as int64."""
+def unpack_strides(packed, V: tl.constexpr):
+    """Decode strides from :func:`pack_strides`, as int64 with V.long."""
     strides = ()
     for i in tl.static_range(len(packed)):
-        strides += ((packed[i] - STRIDE_OFFSET) >> 2,)
+        if V.long:
+            strides += ((packed[i] - STRIDE_OFFSET) >> 2,)
+        else:
+            strides += (packed[i] >> 2,)
     return strides
 
 
