@@ -215,13 +215,19 @@ def launch_rows(
     return outs, partials
 
 
-def point_to_pairs(strides: Strides, *tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], ...]:
+def point_to_pairs(
+    strides: Strides, xs: Sequence[Tensor], dys: Sequence[Tensor], outs: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], ...]:
     """Return pointers and strides of q and of k in x, dy and the output, in the form that kernels expect."""
-    pairs = []
-    for (q_strides, k_strides), group in zip(strides, tensors, strict=True):
-        q, k = (*group, None, None)[:2]
-        pairs.append((q, q_strides, k, k_strides))
-    return tuple(pairs)
+    (x_q_strides, x_k_strides), (dy_q_strides, dy_k_strides), (o_q_strides, o_k_strides) = strides
+    x_q, x_k = (*xs, None, None)[:2]
+    dy_q, dy_k = (*dys, None, None)[:2]
+    o_q, o_k = (*outs, None)[:2]
+    return (
+        (x_q, x_q_strides, x_k, x_k_strides),
+        (dy_q, dy_q_strides, dy_k, dy_k_strides),
+        (o_q, o_q_strides, o_k, o_k_strides),
+    )
 
 
 def recall_launches(call: Call, rows: Rows) -> dict:
