@@ -117,6 +117,7 @@ MASKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("changes", MASKS, ids=str)
 def test_gradcheck_and_gradgradcheck(map, impl, changes, device):
     if exact_dtype(device, impl) == torch.float32:
@@ -246,6 +247,7 @@ COMPILED = [*product(MASKS, [True], ["triton"]), *product([FULL, CAUSAL, PACKED]
 COMPILED += [(FULL, False, "triton"), (CAUSAL, False, "auto"), ({"rotary_dim": 2}, True, "triton")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("changes", "dynamic", "impl"), COMPILED, ids=str)
 def test_compile_training(changes, dynamic, impl, device):
     call, args = example("cosine", device, dtype=torch.float32, **changes)
@@ -260,6 +262,7 @@ def test_compile_training(changes, dynamic, impl, device):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("map", "mask"), [*product(["cosine", "rotate", None], ["full"]), ("cosine", "causal"), ("rotate", "block")]
 )
@@ -317,6 +320,7 @@ def test_transforms_inside_and_of_a_compiled_function(map, device):
     torch.testing.assert_close(grad(compiled)(args[1]), grad(total)(args[1]))
 
 
+@pytest.mark.sampled
 def test_export(map, impl, device):
     class Model(nn.Module):
         def __init__(self):
@@ -337,6 +341,7 @@ def test_export(map, impl, device):
     torch.testing.assert_close(program.module()(*qkv), model(*qkv))
 
 
+@pytest.mark.sampled
 def test_checkpoint(map, impl, device):
     call, args = example(map, device, exact_dtype(device, impl))
 
@@ -462,6 +467,7 @@ def test_autocast_and_inference_mode(map, impl, device):
 # --- what a user's graph does around the call ------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("graph", ["one tensor three times", "k from q", "omega of two layers"])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_double_backward_with_dependent_inputs(map, graph, create_graph, device):
