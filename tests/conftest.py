@@ -49,7 +49,9 @@ def mark_combinations_slow(items: list[pytest.Item]) -> None:
     """Mark cases of tests with ``sampled`` as slow, except for a few that cover each value of each parameter."""
     tests = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+        if not item.get_closest_marker("sampled") or any(map(item.get_closest_marker, ("slow", "gpu"))):
+            continue
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             # compare by text, since not all values are hashable
             values = {(name, repr(value)) for name, value in item.callspec.params.items()}
             tests[item.path, item.cls, item.originalname].append((item, values))

@@ -12,6 +12,7 @@ from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
 from lrpe_md.testing import Case, bind, make_inputs
 
+pytestmark = pytest.mark.sampled
 FULL = Case("rotate", (5, 7), tables="full", suffix=2)
 PAIRS = replace(FULL, tables="pairs")
 COSINE = replace(PAIRS, map="cosine")

@@ -15,6 +15,7 @@ from lrpe_md.engine.encode import plan as plans
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.testing import Case, check, make_inputs, run
 
+pytestmark = pytest.mark.sampled
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

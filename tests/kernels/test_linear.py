@@ -22,7 +22,10 @@ from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.reference import ACTIVATIONS
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs
 
-pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+pytestmark = [
+    pytest.mark.sampled,
+    pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)"),
+]
 
 # For "encoded", small angles and positive weights keep z away from 0.
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}

@@ -12,7 +12,10 @@ from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.reference import ACTIVATIONS
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
-pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+pytestmark = [
+    pytest.mark.sampled,
+    pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)"),
+]
 
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}
 KINDS, CUTS = ("rms", "layer"), ("one pass", "many pieces")

@@ -15,7 +15,10 @@ from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
-pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+pytestmark = [
+    pytest.mark.sampled,
+    pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)"),
+]
 
 BLOCK = LinearCase("rotate", (4, 5), batch=1, heads=(2, 1), mask="block", block=5, decay="block")
 DELTA = replace(BLOCK, rule="delta")

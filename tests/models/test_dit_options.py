@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from parametrizing import slow_except
 from torch._dynamo.testing import CompileCounter
 from torch.func import jvp
 
@@ -139,7 +140,7 @@ def test_checkpointing_recomputes_every_block(name):
     assert [calls.count(block) for block in model.blocks] == [2, 2]
 
 
-@parametrize_options
+@pytest.mark.parametrize("name", slow_except(["single, linear", "joint, then parallel"], OPTIONS))
 def test_one_graph_for_all_sizes(name):
     torch._dynamo.reset()
     counter, model = CompileCounter(), dit(name, depth=2)

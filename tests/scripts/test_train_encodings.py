@@ -17,6 +17,7 @@ from lrpe_md.scripts.train.checkpoint import digest_of
 from lrpe_md.scripts.train.config import settings_of
 from lrpe_md.scripts.train.encodings import IMAGES, TEXT, split_list, split_options
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, video
+from parametrizing import slow_except
 from typer.testing import CliRunner
 
 from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, list_presets, register_scheme
@@ -107,7 +108,7 @@ def test_options_after_the_name():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("task", CONFIGS)
+@pytest.mark.parametrize("task", slow_except(["digits", "lm"], CONFIGS))
 def test_every_preset_is_taken_or_refused_with_the_models_reason(task):
     taken = set()
     for name in list_presets():
