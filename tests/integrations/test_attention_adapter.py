@@ -166,7 +166,12 @@ def run_exactly(twin, inputs):
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "reentrant"), [("dit", False), ("uvit", True), ("mae", None), ("gpt", None)])
+SLOWER = [("uvit", True), ("mae", None), ("gpt", None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"), [("dit", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER)]
+)
 def test_compiled(name, reentrant):
     """There is one graph for all sizes after the first, also with a checkpoint in it."""
     style = STYLES[name]

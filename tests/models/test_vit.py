@@ -1123,8 +1123,8 @@ def test_adapt_twice():
     "kwargs",
     [
         {"encoding": "cosine"},
-        {"encoding": "mixed", "attention": "linear"},
-        {"encoding": "rotate", "absolute": "sincos"},
+        pytest.param({"encoding": "mixed", "attention": "linear"}, marks=pytest.mark.slow),
+        pytest.param({"encoding": "rotate", "absolute": "sincos"}, marks=pytest.mark.slow),
     ],
 )
 def test_one_graph_for_all_sizes(kwargs):
