@@ -237,6 +237,7 @@ def test_the_gradient_of_a_packed_projection(map, batched, num_key_heads, device
     assert torch.equal(found, expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"act": "silu", "normalizer": "none"}], ids=str)
 @pytest.mark.parametrize("shape", [(6, 6), (20, 20)], ids=["one pass", "two"])
 @pytest.mark.parametrize("map", [*MAPS, None])
@@ -302,6 +303,7 @@ def test_gradients_that_are_not_in_place(used, device):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @parametrize_each(
     "how impl options", [("none", False), ("silu", True)], ["reference", "triton"], [{}, {"masked": True}]

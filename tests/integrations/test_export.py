@@ -62,7 +62,7 @@ def any_size(x):
 OTHER = [(2, 7, 3), (1, 14, 14), (3, 2, 5)]
 
 
-@pytest.fixture(scope="module", params=slow_except(["mixed, linear", "a timm ViT"], MODELS))
+@pytest.fixture(scope="module", params=slow_except(["a timm ViT"], MODELS))
 def exported(request):
     """Return a name, a model and its program for any size, which takes as long to export as the parts below."""
     model, x = build(request.param), image(request.param, 2, 4, 6)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import test_rotary_models as models
 import torch
-from parametrizing import slow_except
 
 from lrpe_md import Grid, adapt_rotary, linear_attention, preset
 from lrpe_md.engine.core.launching import INTERPRETING
@@ -151,7 +150,8 @@ def test_kernels(name, calls):
     assert {options["impl"] for options in calls} == {"triton"}
 
 
-@pytest.mark.parametrize("name", slow_except(["video"], MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_compiling(name):
     """There is one graph, and forward and backward agree with the original."""
     build, call, size, _ = MODELS[name]

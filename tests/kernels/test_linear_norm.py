@@ -126,7 +126,12 @@ CAUSAL = [
 @parametrize_each("changes state cut", CAUSAL, [False, True], CUTS, fixtures=["cut"])
 def test_causal(changes, state, cut):
     assert_within_budget(
-        LinearCase(mask="causal", state=state, return_state=state, **{"act": "softplus", "norm": "layer", **changes})
+        LinearCase(
+            mask="causal",
+            state=state,
+            return_state=state,
+            **{"batch": 1, "act": "softplus", "norm": "layer", **changes},
+        )
     )
 
 

@@ -63,6 +63,7 @@ def some_tokens(batch: int = 2, length: int = 3 * TRAINED, device: str = "cpu") 
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @every_attention
 @every_encoding
 @torch.no_grad()

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from parametrizing import slow_except
 from torch import nn
 
 from lrpe_md import Coordinates, CosineMd, Grid, LinearAttention, PresetMd, RotateMd, Tokens, preset, rotate
@@ -1009,7 +1010,7 @@ def test_strict_load_refuses_other_names():
         model.load_state_dict({**state, "other": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+@pytest.mark.parametrize("size", slow_except(["tiny"], ["tiny", "small", "base", "large"]))
 def test_pretrained_weights_equal_timms(size):
     ours, theirs = (timm.models.get_pretrained_cfg(f"{prefix}vit_{size}_patch16_224") for prefix in ("lrpe_", ""))
     for name in ("hf_hub_id", "mean", "std", "crop_pct", "num_classes", "tag"):
