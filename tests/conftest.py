@@ -51,7 +51,7 @@ def mark_combinations_slow(items: list[pytest.Item]) -> None:
     for item in items:
         if not item.get_closest_marker("sampled") or any(map(item.get_closest_marker, ("slow", "gpu"))):
             continue
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        if hasattr(item, "callspec"):
             # compare by text, since not all values are hashable
             values = {(name, repr(value)) for name, value in item.callspec.params.items()}
             tests[item.path, item.cls, item.originalname].append((item, values))

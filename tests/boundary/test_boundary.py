@@ -185,14 +185,14 @@ def graph_counter():
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("backend", COMPILERS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_training(map, impl, dynamic, device):
+def test_compile_training(map, impl, dynamic, backend, device):
     call, args = example(map, device, dtype=torch.float32, act="softmax", dim=-2)
 
     def f(*args):
         return sum(y.square().sum() for y in call(*args, impl=impl))
 
-    backend = tracing(device) if dynamic and impl == "auto" else "inductor"
     expected = torch.autograd.grad(f(*args), args)
     found = torch.autograd.grad(torch.compile(f, fullgraph=True, dynamic=dynamic, backend=backend)(*args), args)
     for a, b in zip(found, expected, strict=True):
@@ -519,12 +519,11 @@ def test_positions_past_2_to_24(impl, device):
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", COMPILERS)
-def test_document_functions_compile(backend, device):
+def test_document_functions_compile(device):
     from lrpe_md import lrpe_cosine_md_bwd_triton, lrpe_cosine_md_fwd_triton
 
     x, theta = torch.randn(1, 2, 6, 4, device=device), torch.rand(2, device=device)
-    f = torch.compile(lambda x: lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)), fullgraph=True, backend=backend)
+    f = torch.compile(lambda x: lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)), fullgraph=True)
     torch.testing.assert_close(f(x), lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)))
     do = torch.randn(1, 2, 6, 8, device=device)
     assert lrpe_cosine_md_bwd_triton(do, x, theta, shape=(2, 3))[0].shape == x.shape

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from parametrizing import slow_except
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
@@ -244,11 +245,14 @@ def graph_counter():
 
 
 COMPILED = [*product(MASKS, [True], ["triton"]), *product([FULL, CAUSAL, PACKED], [True], ["auto"])]
-COMPILED += [(FULL, False, "triton"), (CAUSAL, False, "auto"), ({"rotary_dim": 2}, True, "triton")]
+COMPILED += [(CAUSAL, False, "auto"), ({"rotary_dim": 2}, True, "triton")]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("changes", "dynamic", "impl"), COMPILED, ids=str)
+@pytest.mark.parametrize(
+    ("changes", "dynamic", "impl"),
+    [(FULL, False, "triton"), *(pytest.param(*each, marks=pytest.mark.slow) for each in COMPILED)],
+    ids=str,
+)
 def test_compile_training(changes, dynamic, impl, device):
     call, args = example("cosine", device, dtype=torch.float32, **changes)
 
@@ -288,6 +292,7 @@ def test_compile_once_for_all_image_sizes(map, impl, mask, device):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("impl", slow_except(["triton"], ["auto", "triton"]), indirect=True)
 def test_compile_cross_attention(impl, device):
     omega = torch.rand(1, 8, 3, device=device)
 
@@ -305,6 +310,7 @@ def test_compile_cross_attention(impl, device):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("map", slow_except(["cosine"], ["cosine", "rotate", None]), indirect=True)
 def test_transforms_inside_and_of_a_compiled_function(map, device):
     call, args = example(map, device, dtype=torch.float32)
     args = [a.detach() for a in args]
