@@ -327,6 +327,7 @@ def test_compiled(how, impl, options, device):
 DEPTHS = {"eager": 2, "checkpointing": 2, "compiled": 1, "qk_norm": 2}  # compiling takes long for each block
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("encoding", ["rotate", "cosine", "mixed"])
 @pytest.mark.parametrize("how", DEPTHS)
 def test_a_vision_transformer(encoding, how, device):
@@ -364,6 +365,7 @@ def make_lm(keep_encoded, depth):
     return CausalLm(config), (torch.randint(0, 256, (2, 12)),)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("make", [make_dit, make_lm])
 def test_other_backbones(make, how, device):

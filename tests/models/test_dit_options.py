@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parametrizing import slow_except
 from torch._dynamo.testing import CompileCounter
 from torch.func import jvp
 
@@ -140,7 +139,8 @@ def test_checkpointing_recomputes_every_block(name):
     assert [calls.count(block) for block in model.blocks] == [2, 2]
 
 
-@pytest.mark.parametrize("name", slow_except(["joint, then parallel"], OPTIONS))
+@pytest.mark.slow
+@parametrize_options
 def test_one_graph_for_all_sizes(name):
     torch._dynamo.reset()
     counter, model = CompileCounter(), dit(name, depth=2)
