@@ -92,6 +92,7 @@ def test_norms(change, case, pairs, layout):
     assert not violations(replace(case, pairs=pairs, tables_layout=layout, act="silu", **change))
 
 
+@pytest.mark.slow
 @parametrize_each("name case", list(CUTS), [FULL, COSINE])
 def test_every_work_partition(monkeypatch, count_launches, name, case):
     cut = CUTS[name]

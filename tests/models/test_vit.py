@@ -1158,7 +1158,10 @@ def test_compile_training_with_checkpointing():
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kwargs", [{"encoding": "cosine"}, {"encoding": "mixed", "absolute": "sincos"}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"encoding": "cosine"}, pytest.param({"encoding": "mixed", "absolute": "sincos"}, marks=pytest.mark.slow)],
+)
 def test_export(kwargs):
     model, x = lrpe_vit(**kwargs), image(16, 24)
     h, w = (4 * torch.export.Dim(name, min=2, max=64) for name in ("h", "w"))
