@@ -519,11 +519,12 @@ def test_positions_past_2_to_24(impl, device):
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_document_functions_compile(device):
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_document_functions_compile(backend, device):
     from lrpe_md import lrpe_cosine_md_bwd_triton, lrpe_cosine_md_fwd_triton
 
     x, theta = torch.randn(1, 2, 6, 4, device=device), torch.rand(2, device=device)
-    f = torch.compile(lambda x: lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)), fullgraph=True)
+    f = torch.compile(lambda x: lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)), fullgraph=True, backend=backend)
     torch.testing.assert_close(f(x), lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)))
     do = torch.randn(1, 2, 6, 8, device=device)
     assert lrpe_cosine_md_bwd_triton(do, x, theta, shape=(2, 3))[0].shape == x.shape

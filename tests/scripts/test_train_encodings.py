@@ -231,7 +231,7 @@ def test_ablate_tries_every_encoding_before_it_trains_the_first(tmp_path, monkey
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", slow_except([1], [1, 2]))
 def test_ablate_compares_presets_options_and_registered_schemes(tmp_path, registered, workers):
     out, given = tmp_path / "out", ["rotate:base=30,split=1,1", "rope_vit_axial", registered, "softmax/none"]
     run = [word for name in given for word in ("-e", name)]
