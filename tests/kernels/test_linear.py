@@ -468,8 +468,8 @@ CAUSAL = [
 
 @parametrize_each("changes state cut", CAUSAL, [False, True], MASKED, fixtures=["cut"])
 def test_causal(changes, state, cut):
-    changes = {"act": "softplus", **changes}
-    assert_within_budget(LinearCase(mask="causal", batch=1, state=state, return_state=state, **changes))
+    changes = {"act": "softplus", "batch": 1, **changes}
+    assert_within_budget(LinearCase(mask="causal", state=state, return_state=state, **changes))
 
 
 BLOCKS = [{"prefix": 0}, {"prefix": 2, "suffix": 3}, {"map": "rotate", "gate": "float"}, STEADY]
