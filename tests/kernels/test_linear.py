@@ -133,7 +133,7 @@ def in_parts(monkeypatch):
 )  # fmt: skip
 def test_states_of_causal_pieces_by_parts(changes, state, in_parts):
     assert_within_budget(
-        LinearCase(**{"mask": "causal", "shape": (6, 6), "batch": 1, "state": state, "return_state": state, **changes})
+        LinearCase(**{"mask": "causal", "shape": (6, 6), "state": state, "return_state": state, **changes})
     )
 
 
