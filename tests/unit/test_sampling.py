@@ -1,4 +1,4 @@
-"""Which cases of a test are marked slow (tests/conftest.py and tests/parametrizing.py)."""
+"""Selection of the cases that `make test` runs (tests/conftest.py and tests/parametrizing.py)."""
 
 from itertools import product
 from types import SimpleNamespace
