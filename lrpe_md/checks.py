@@ -21,7 +21,7 @@ __all__ = [
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
-    """Return one value per tensor (q and k). A tuple must have one value per tensor; any other value is repeated."""
+    """Return one value per tensor (q and k). A tuple must have one value per tensor. Any other value is repeated."""
     if type(value) is not tuple:
         return (value,) * num_tensors
     if len(value) != num_tensors or num_tensors != 2:
@@ -57,7 +57,7 @@ def or_one(number: int) -> str:
 
 
 def as_integer(value: Any) -> Any:
-    """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt, and return None for the rest."""
+    """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt. Return None for others."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard
         return value
     try:
@@ -67,7 +67,7 @@ def as_integer(value: Any) -> Any:
 
 
 def fleeting() -> bool:
-    """Return whether a dispatch mode, function transform or trace is active. New tensors must then not be cached."""
+    """Return whether a dispatch mode, function transform or trace is active. If so, new tensors must not be cached."""
     return bool(num_dispatch_modes() or are_transforms_active() or is_tracing())
 
 

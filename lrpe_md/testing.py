@@ -467,7 +467,7 @@ class LinearCase:
     batch: int = 2
     heads: tuple[int, int] = (4, 2)  # heads of q, and heads of k and v
     head_dim: int = 16
-    v_dim: int | None = None  # None: head_dim
+    v_dim: int | None = None  # None means head_dim
     dtype: torch.dtype = torch.float32
     act: str = "relu"
     dim: int | None = None
@@ -703,8 +703,8 @@ def run_linear(
 ) -> dict[str, Tensor]:
     """Run linear attention forward and backward, and return the outputs and gradients by name.
 
-    The names are o, dq, dk and dv; dgate (for a float gate), ddecay, domega and dphase; S, sums, dS and dsums for
-    states; and dweight0, .. for a norm.
+    The names are o, dq, dk and dv, then dgate (for a float gate), ddecay, domega and dphase. For states, there are also
+    S, sums, dS and dsums. For a norm, there are also dweight0, ..
     """
     names = ("S", "sums")
     qkv = [t.detach().requires_grad_() for t in inputs.qkv]

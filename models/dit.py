@@ -224,13 +224,12 @@ class DiT(nn.Module):
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.reference: Reference | Callable[[Sequence[int]], Reference] = None
         self.prediction: Literal["velocity", "noise", "sample"] = "velocity"
-        self.grad_checkpointing = False
 
+        self.num_registers, self.grad_checkpointing = reg_tokens, False
         texts = repeat_over_layers("text_attention", text_attention, depth, ("joint", "cross", "single"))
         kinds: tuple[AttentionKind, ...] = repeat_over_layers("attention", attention, depth, ATTENTIONS)
         self.cross, self.memory = "cross" in texts, memory
         options = options._replace(feature_act=self._set_encoding(encoding, encoding_kwargs or {}, kinds, normalizer))
-        self.num_registers = reg_tokens
         self._set_rules(text_positions, image_after)
         self._set_inputs(absolute, interval)
         self._set_conditions(text_encoder, text_width, pooled_width, (text_projection, pooled_projection))

@@ -194,7 +194,9 @@ class LabelEncoder(nn.Module):
     def forward(self, labels: Tensor) -> Text:
         """Look up the pooled features (B, P) of labels (B,)."""
         if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.is_floating_point():
-            got = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+            got = f"{type(labels).__name__}; pass torch.tensor of class numbers"
+            if isinstance(labels, Tensor):
+                got = f"{labels.dtype} {tuple(labels.shape)}"
             raise ValueError(f"text: expected integer class labels (B,), got {got}")
         if can_read(labels) and bool(((labels < 0) | (labels > self.num_classes)).any()):
             raise ValueError(

@@ -198,8 +198,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             raise ValueError(f"causal: 'frames' needs space_time='joint', got {space_time!r}")
         if (causal or memory or space_time == "factorised") and patch_drop_rate and drop_unit == "token":
             raise ValueError(
-                "drop_unit: 'token' drops different patches in each frame, but factorised and causal attention and a "
-                "memory need drop_unit='tube'"
+                "drop_unit: 'token' drops different patches in each frame, but factorised attention, causal attention "
+                "and a memory need drop_unit='tube'"
             )
         kwargs.setdefault("embed_layer", partial(TubeletEmbed, num_frames=num_frames, tubelet_size=tubelet_size))
         super().__init__(*args, absolute=absolute, attention=attention, normalizer=normalizer, **kwargs)
@@ -341,8 +341,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         longer = _as_grid("stream", self.positions((grid.shape[0] + 1, *grid.shape[1:])))
         if (grid.scale, grid.shift) != (longer.scale, longer.shift):
             raise ValueError(
-                "stream: expected time positions that do not depend on the number of frames, such as one unit per "
-                f"frame, but with reference={self.reference} and this encoding they do; pass reference=(None, H, W)"
+                "stream: expected time positions that do not depend on the number of frames, but with this encoding "
+                f"and reference={self.reference}, they do; pass reference=(None, H, W)"
             )
         if self.pos_embed is not None and self.temporal:
             raise ValueError(
@@ -425,8 +425,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def _keep(self, x: Tensor, shape: Sequence[int], keep: Tensor) -> Tensor:
         if (self.causal or self.memory or self.space_time == "factorised") and self.drop_unit == "token":
             raise ValueError(
-                "keep: dropping single tokens removes different patches from each frame, but factorised and causal "
-                "attention and a memory need drop_unit='tube'"
+                "keep: dropping single tokens removes different patches from each frame, but factorised attention, "
+                "causal attention and a memory need drop_unit='tube'"
             )
         if keep.ndim not in (1, 2) or keep.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"keep: expected integers (n,) or (B, n), got {keep.dtype} {tuple(keep.shape)}")

@@ -131,7 +131,7 @@ class OutcomeRecorder:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--outcomes", type=Path, help="file to which outcomes are appended, as JSON lines")
+    parser.addoption("--outcomes", type=Path, help="JSON Lines file to append the outcomes to")
     parser.addoption("--adapt", action="store_true", help="Adapt every model after construction.")
 
 

@@ -176,7 +176,9 @@ def main(
         if only in (None, model)
     ]
     if not jobs:
-        raise HostTestsError("expected --diffusers or --transformers, with a checkout that tests the chosen model")
+        raise HostTestsError(
+            "expected --diffusers or --transformers with a checkout that contains tests for the chosen model"
+        )
     worse: list[str] = []
     for library, checkout, model in jobs:
         path = TESTS[library][0].format(model)

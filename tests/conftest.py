@@ -1,4 +1,5 @@
-"""Fixtures and options of the tests. ``pytest`` runs kernels in Triton's interpreter, and ``pytest -m gpu`` on a GPU.
+"""Fixtures and options of the tests. ``pytest`` runs kernels in Triton's interpreter, and ``pytest -m gpu`` runs them
+on a GPU.
 
 A process can only do one of the two.
 """
@@ -98,7 +99,7 @@ def quick_interpreter():
 
 @pytest.fixture
 def nan_filled():
-    """Make torch.empty return NaN, which reveals memory that a kernel did not write."""
+    """Make torch.empty return NaN, to reveal memory that a kernel did not write."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield

@@ -1,4 +1,4 @@
-"""Skip tests that need more GPU memory than is free, because the GPU may be shared."""
+"""Skip tests that need more GPU memory than is free. The GPU may be shared."""
 
 import gc
 

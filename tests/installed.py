@@ -37,7 +37,7 @@ sys.exit(found)
 
 
 def make_environment(folder: Path, *, without: tuple[str, ...] = ()) -> tuple[Path, Path]:
-    """Create an environment with the current packages except lrpe_md, and return its Python and its site-packages."""
+    """Create an environment with the current packages except lrpe_md. Return its Python and its site-packages."""
     venv.create(folder, with_pip=False)
     (own,) = folder.glob("lib/python*/site-packages")
     links = folder / "others"

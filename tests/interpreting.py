@@ -1,4 +1,4 @@
-"""Patches that make Triton's interpreter faster, and its products equal on all processors.
+"""Patches that make Triton's interpreter faster, and make its products equal on all processors.
 
 The interpreter runs a kernel as Python and spends most of its time on types. For every sum, it creates and compares the
 tuple of a block's shape. These patches reuse one object for equal shapes. Before Triton 3.9, they also fix errors.
@@ -33,7 +33,7 @@ class PatchOnce:
         """Apply the patches for a launch or a nested call, unless they are already in place."""
         if id(fn.__globals__) in self.seen:
             return self
-        # Compare by identity, since not every global of a kernel module supports equality.
+        # Compare by identity, because not every global of a kernel module supports equality.
         languages = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
         if not languages or not languages <= self.languages:
             self.scopes.append(self.patch(fn))

@@ -46,8 +46,8 @@ def largest_difference(found: tuple[torch.Tensor, ...], expected: tuple[torch.Te
 
 
 def measured_presets() -> list[str]:
-    """Return the presets of the table: those whose original code is in a package."""
-    # The parameter of rope_vit_mixed is drawn again in float64; the others are computed in float64.
+    """Return the presets of the table, whose original code is in a package."""
+    # The parameter of rope_vit_mixed is drawn again in float64. All others are computed in float64.
     return [
         name for name in SCHEMES
         if name != "rope_vit_mixed" and not is_golden(next(c for c in CASES if c.name == name))

@@ -1,4 +1,4 @@
-"""Calls of the presets' original code, as functions (q, k, preset, segments, options) → (q, k)."""
+"""Calls of the presets' original code, as functions of (q, k, preset, segments, options) that return (q, k)."""
 
 import importlib
 import math
@@ -45,7 +45,7 @@ def swap(*xs):
 
 
 def on(tokens, call, *xs):
-    """Apply ``call`` to a slice of the tokens, and return the others unchanged."""
+    """Apply ``call`` to a slice of the tokens, and return the other tokens unchanged."""
     found = []
     for x in xs:
         y = x.clone()

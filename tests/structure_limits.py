@@ -9,8 +9,8 @@ interpreter. test_structure.py compares the measurements with limits.
 - positional parameters: the number of Python functions with more than 8 of them, besides self and cls. Commands
   (``@app.command``, or with a typer ``Option`` or ``Argument`` as a parameter) and overrides of other libraries'
   methods (OVERRIDES) are exempt.
-- long functions: the number of functions with more than 80 lines of code, without docstrings, comments and blank lines.
-  The kernel is exempt.
+- long functions: the numbers of functions with more than 60 and 80 lines of code, without docstrings, comments and
+  blank lines. The kernel is exempt.
 - constexprs by position: the number of arguments that calls between GPU functions pass by position to a
   ``tl.constexpr``.
 - import cycles: the number of groups of modules that import each other, including imports inside functions.
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 FOLDERS = ("lrpe_md", "models", "scripts")
 KERNEL = "lrpe_kernel"
-MOST_POSITIONAL, MOST_LINES = 8, 80
+MOST_POSITIONAL, MOST_LINES, LONG = 8, 80, 60
 OVERRIDES = {  # our methods, and the class that defines their parameters
     "LrpeVisionTransformer.forward_intermediates": "timm's VisionTransformer",
 }
@@ -45,7 +45,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 class Place(NamedTuple):
     """A function and its qualified name."""
 
-    name: str  # includes enclosing classes and functions
+    name: str  # including enclosing classes and functions
     node: Function
     is_method: bool
 
@@ -186,9 +186,9 @@ class Checkout:
             and not (place.for_gpu or place.is_command or place.name in OVERRIDES)
         }
 
-    def long_functions(self) -> dict[str, int]:
+    def long_functions(self, most: int = MOST_LINES) -> dict[str, int]:
         counted = {name: module.lines(place.node) for name, module, place in self.functions if place.name != KERNEL}
-        return {name: number for name, number in counted.items() if number > MOST_LINES}
+        return {name: number for name, number in counted.items() if number > most}
 
     # --- imports
 
@@ -357,6 +357,7 @@ def measure(checkout: Checkout) -> dict[str, int]:
         "arguments of another GPU function": checkout.largest_gpu_function()[0],
         "functions with more than 8 positional parameters": len(checkout.many_positional()),
         "functions over 80 lines of code": len(checkout.long_functions()),
+        "functions over 60 lines of code": len(checkout.long_functions(LONG)),
         "constexprs by position": sum(checkout.constexprs_by_position().values()),
         "import cycles": len(checkout.import_cycles()),
         "file changes in a warm forward": len(checkout.files_of_calls["warm"]) - 1,
@@ -372,7 +373,7 @@ def report(root: Path) -> None:
     print(f"\nGPU function with the most arguments, except the kernel: {checkout.largest_gpu_function()[1]}")
     for title, found in (
         ("positional parameters", checkout.many_positional()),
-        ("lines of code", checkout.long_functions()),
+        ("lines of code", checkout.long_functions(LONG)),
         ("constexprs passed by position", checkout.constexprs_by_position()),
     ):
         print(f"\n{title}:")

@@ -1,13 +1,13 @@
-"""Run ``lrpe-md train`` commands in this process, and interrupt training."""
+"""Run ``lrpe-md train`` commands in this process, and interrupt training runs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from lrpe_md.scripts.train.app import app
 from typer.testing import CliRunner, Result
 
-__all__ = ["Killed", "die_after", "flags", "invoke", "output_of"]
+__all__ = ["Killed", "die_after", "flags", "invoke", "output_of", "with_options"]
 
 
 class Killed(Exception):
@@ -23,6 +23,16 @@ def flags(options: Mapping[str, Any]) -> list[str]:
             [f"--{option if value else f'no-{option}'}"] if isinstance(value, bool) else [f"--{option}", str(value)]
         )
     return given
+
+
+def with_options(command: Sequence[Any], *options: Any) -> list[Any]:
+    """Return a command with more options, which replace its options of the same name and their values."""
+    kept = list(command)
+    for name in options:
+        if str(name).startswith("--") and name in kept:
+            first = kept.index(name)
+            del kept[first : first + 2]
+    return [*kept, *options]
 
 
 def invoke(*arguments: Any) -> Result:

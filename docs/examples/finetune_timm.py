@@ -7,12 +7,12 @@ nor their names, so you can load the saved checkpoint into timm's own model, wit
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import timm
 import torch
-from timm.data import create_transform
-from timm.data.dataset import ImageDataset
+from timm.data import ImageDataset, create_transform
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, random_split
 
@@ -43,17 +43,17 @@ def main(argv: list[str] | None = None) -> float:
         advice = f"train/ and val/; pass --data {args.data / 'train'}" if classes else "none"
         parser.error(f"--data {args.data}: expected a folder for each class, got {advice}")
     kwargs = {name: int(value) for name, value in (each.split("=") for each in args.model_kwargs)}
-    model = timm.create_model(args.model, args.pretrained, num_classes=len(classes), dynamic_img_size=True, **kwargs)
-    if any(side % patch for side, patch in zip((height, width), model.patch_embed.patch_size, strict=True)):
+    create = partial(timm.create_model, args.model, args.pretrained, num_classes=len(classes))
+    try:
+        model = adapt_rotary(create(dynamic_img_size=True, **kwargs)).to(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        parser.error(f"--model {args.model}: {error}; pass a ViT with RoPE (see --help), or read docs/recipe.md")
+    if height % model.patch_embed.patch_size[0] or width % model.patch_embed.patch_size[1]:
         parser.error(f"--size: expected multiples of {model.patch_embed.patch_size}, the patch size, got {args.size}")
-    adapt_rotary(model).to(device)
     model.blocks.requires_grad_(not args.head_only)
     config = timm.data.resolve_model_data_config(model)
-    transform = {
-        part: create_transform((3, height, width), is_training=part, mean=config["mean"], std=config["std"])
-        for part in (True, False)
-    }
-    seen, held_out = (ImageDataset(str(args.data), transform=transform[part]) for part in (True, False))
+    transform = partial(create_transform, (3, height, width), mean=config["mean"], std=config["std"])
+    seen, held_out = (ImageDataset(str(args.data), transform=transform(is_training=part)) for part in (True, False))
     split = [len(seen) - len(seen) // 5, len(seen) // 5]
     train, _ = random_split(seen, split, torch.Generator().manual_seed(0))
     _, test = random_split(held_out, split, torch.Generator().manual_seed(0))

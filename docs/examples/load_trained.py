@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 import torch
-from lrpe_md.scripts.train.data.images import read_square, resized
+from lrpe_md.scripts.train.data.images import read_image, resized
 from lrpe_md.scripts.train.runs import load_run
 
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> torch.Tensor:
         result = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if "read_size" not in result:
             parser.error(f"--picture: expected a finished run of `lrpe-md train image`, got {args.run}")
-        x = resized(read_square(args.picture, result["read_size"])[None], size)  # as in the tests during training
+        x = resized(read_image(args.picture, result["read_size"])[None], size)  # as in the tests during training
         logits = model(x)
         print(result["classes"][logits.argmax()])
     return logits

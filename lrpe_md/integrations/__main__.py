@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _make(name: str) -> nn.Module:
-    """Build a model from a configuration or a timm name; raise ValueError or OSError if there is none."""
+    """Build a model from a configuration or a timm name. Raise ValueError or OSError if there is none."""
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     config: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     if config is None and "/" not in name:

@@ -45,11 +45,12 @@ class Context:
     This is not a tuple, because the mixed precision of FSDP and DDP would cast the tensors in it, including positions.
 
     Args:
-        block: tokens per frame, for frames that see only themselves and earlier frames; see
+        block: number of tokens per frame, if a frame only sees itself and earlier frames. See
             :func:`lrpe_md.linear_attention`.
         carried: see :class:`Carried`.
-        window: number of frames that softmax attention sees, including the current one; None: all.
-        bidirectional: frames see all frames; ``block`` then only serves linear layers with a :class:`lrpe_md.Memory`.
+        window: number of frames that softmax attention sees, including the current one. None means all frames.
+        bidirectional: whether a frame sees all frames. Only linear layers with a :class:`lrpe_md.Memory` then use
+            ``block``.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
 
     The cosine map doubles the width of q and k, but not of v. Flash attention rejects unequal widths, and PyTorch then
     falls back to the memory-efficient kernel. On Hopper, cuDNN is several times faster for 16-bit inputs of unequal
-    width (docs/tuning.md), so it is tried first there; if it rejects a mask or a width, the next backend is used. In
-    all other cases PyTorch chooses. Function transforms and forward mode require the math backend, because the fused
-    ones have no forward-mode derivative.
+    width (docs/tuning.md), so it is tried first. If it rejects a mask or a width, the next backend is used. In all
+    other cases, PyTorch chooses. Function transforms and forward mode require the math backend, because the fused
+    backends have no forward-mode derivative.
     """
     if is_transforming():
         return [SDPBackend.MATH]
@@ -102,7 +103,7 @@ def softmax_attention(
 ) -> Tensor:
     """Compute SDPA of q, k (B, H, N, D or 2D) and v (B, H, N, D) with the backends of :func:`sdpa_backends`.
 
-    ``scale`` is D**-0.5 for the head_dim before any map, so that zero frequencies equal no encoding.
+    ``scale`` is D**-0.5, where D is the head_dim before any map. Zero frequencies then have no effect.
     """
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(q.dtype)  # mixed precision casts q, but not the contents of a Context
@@ -138,11 +139,11 @@ def attend_encoded(
 ) -> Tensor:
     """Compute ``attend(*encode(q, k), v)``, and re-encode q and k in the backward to save memory.
 
-    Softmax attention would keep the encoded q and k for its backward. Here they are recomputed from q and k, which the
-    projection's output keeps in memory anyway. Everything else that the attention saves (output, sums, random state) is
-    still saved, so only the encoding runs twice, and the gradients are identical.
+    Softmax attention would store the encoded q and k for its backward. Instead, we recompute them from q and k, which
+    are in memory anyway, as part of the projection's output. Everything else that the attention saves (output, sums,
+    random state) is still saved. So only the encoding runs twice, and the gradients are identical.
 
-    ``encode`` must not draw random numbers. It runs only once under function transforms, without gradients, and with
+    ``encode`` must not draw random numbers. It runs only once under function transforms, without gradients, or with
     other saved-tensor hooks (activation checkpointing).
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
@@ -168,7 +169,7 @@ def _attend_plain(encode: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 class _Again:
-    """Placeholder for encoded tensors among those saved for the backward pass."""
+    """Replacement for the encoded tensors that autograd would save for the backward pass."""
 
     def __init__(self, encode: Any, xs: tuple[Tensor, ...], encoded: tuple[Tensor, ...]) -> None:
         self.encode, self.xs = encode, tuple(x.detach() for x in xs)
@@ -207,21 +208,21 @@ _KEPT = ("bmm", "mm", "baddbmm", "_softmax", "native_dropout", "rand_like", "ber
 
 
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the results of attention operators; recompute everything else, which is the encoding."""
+    """Save the results of attention operators, and recompute everything else, which is the encoding."""
     name = op._schema.name.removeprefix("aten::") if isinstance(op, torch._ops.OpOverload) else ""
     kept = name in _KEPT or name.startswith("_scaled_dot_product") or not name
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
 
 
 class Carried:
-    """State passed from one chunk of a sequence to the next: for each attention in order, sums, or keys and values."""
+    """State that chunks of a sequence pass on. Each attention layer has an entry: sums, or keys and values."""
 
     def __init__(self, before: Sequence[Any] = ()) -> None:
         self.before = tuple(before)
         self.after: list[Any] = []
 
     def take(self) -> Any:
-        """Return the entry of the next attention."""
+        """Return the entry of the next attention layer."""
         return self.before[len(self.after)] if self.before else None
 
 
@@ -243,16 +244,17 @@ def attend_linearly(
     decay: Tensor | None = None,
     act: Act | None = None,
 ) -> Tensor:
-    """Compute linear attention of raw q, k, v (B, H, N, D) in v's dtype; see :class:`Context` and :func:`attend_with`.
+    """Compute linear attention of unencoded q, k and v (B, H, N, D) in v's dtype. See also :func:`attend_with`.
 
-    norm: norm of q and k, if it is fused. memory, decay: those of the layer, applied per block.
+    ``norm`` is the norm of q and k if it is fused. ``memory`` and ``decay`` are the layer's own, and apply to each
+    block.
     """
     if attn_mask is not None:
         raise ValueError(
             "attn_mask: expected None, because linear attention has no weights to mask (is_causal works), "
             f"got a mask of shape {tuple(attn_mask.shape)}; use attention='softmax'"
         )
-    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms return float32
+    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, norms return float32
     own = NOTHING if encoding is None else encoding
     options: dict[str, Any] = {}
     if memory is not None:
@@ -275,8 +277,8 @@ def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tens
     """Return the delta-rule gate (B, H or 1, N) for keys (B, H, N, D) that were normalised within each head.
 
     The squared norm of such a key is about D. With this gate, the squared norms of a frame's or prefix's keys sum to at
-    most about 1, so the state can't grow from frame to frame. SANA-WM multiplies the keys by the square root of this
-    gate instead.
+    most about 1, so the state can't grow from frame to frame. Instead, SANA-WM multiplies the keys by the square root
+    of this gate.
     """
     size = max(block, prefix)
     scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / (k.shape[3] * size), dtype=torch.float32)
@@ -284,7 +286,7 @@ def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tens
 
 
 def check_memory(memory: Any, kinds: Sequence[str]) -> None:
-    """Check that a memory is a Memory, of a model with linear attention."""
+    """Check that ``memory`` is a Memory, and that the model has linear attention."""
     if memory is not None and not isinstance(memory, Memory):
         raise TypeError(
             f"memory: expected a lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=..., decay=...)"
@@ -294,7 +296,7 @@ def check_memory(memory: Any, kinds: Sequence[str]) -> None:
 
 
 def check_key_norm(memory: Memory, qk_norm: Any, known: Sequence[Any]) -> None:
-    """Check that ``qk_norm`` is a known value that normalises the keys, if the delta rule needs it."""
+    """If the memory follows the delta rule, check that ``qk_norm`` is a known value that normalises the keys."""
     if memory.rule == "delta" and qk_norm not in known:
         expected = " or ".join(map(repr, known))
         raise ValueError(

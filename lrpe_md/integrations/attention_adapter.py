@@ -1,4 +1,4 @@
-"""Add an encoding to a model that has none, at its calls to ``scaled_dot_product_attention``.
+"""Add an encoding to a model without one, at its calls to ``scaled_dot_product_attention``.
 
     from lrpe_md import Grid
     from lrpe_md.integrations import adapt_attention
@@ -10,8 +10,8 @@ forward computes and stores the positions. The attention's forward runs the orig
 encodes q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
 
 A checkpoint reruns parts of the model in the backward, after the model's forward has ended. The positions therefore
-travel with the tensors that autograd saves. Each saved tensor is packed with the positions of its forward, and
-unpacking it, as every checkpoint does with its inputs, restores them.
+travel with the tensors that autograd saves. Each saved tensor is packed together with the positions of its forward.
+Every checkpoint unpacks its inputs, which restores the positions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 Model = TypeVar("Model", bound=nn.Module)
 Where: TypeAlias = Grid | Coordinates | Tensor
 
-NAMES = ("attn", "attention", "attn1", "self_attn", "self_attention")  # common attribute names of self-attentions
+NAMES = ("attn", "attention", "attn1", "self_attn", "self_attention")  # common names of self-attention modules
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads")
 _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
 _WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
@@ -63,12 +63,12 @@ class _Entry(NamedTuple):
 
 
 class _Local(threading.local):
-    """Positions of this thread's forward (``running``) and those in effect (``current``), maybe from a saved tensor."""
+    """This thread's positions: of the forward (``running``), and in effect (``current``, maybe from a saved tensor)."""
 
     def __init__(self) -> None:  # set per thread, because Dynamo's guards would miss class attributes
         self.running: Any = None  # an _Entry, or None
         self.current: Any = None
-        self.recalled: Any = None  # the entry that ``current`` was set from
+        self.recalled: Any = None  # the entry from which ``current`` was set
 
     def recall(self, entry: _Entry) -> None:
         """Make unpacked positions the current ones until the backward ends."""
@@ -110,7 +110,7 @@ class _Adaptation:
         return True
 
     def locate(self, path: str) -> Where:
-        """Return the positions for an attention that runs in a forward, or is recomputed in a backward."""
+        """Return the positions for an attention module that runs in a forward or is recomputed in a backward."""
         if self.is_fixed:
             return self.positions
         if torch.compiler.is_compiling():
@@ -148,7 +148,7 @@ class _Forward:
 
     def __init__(self, module: nn.Module, adaptation: _Adaptation) -> None:
         self.module, self.adaptation = module, adaptation
-        self.original: Any = vars(module).get("forward")  # None: use the class's forward, which may be patched
+        self.original: Any = vars(module).get("forward")  # with None, use the class's forward, which may be patched
         self.of_class: Any = None
         self.copy: Any = None  # for a compiler
 
@@ -167,7 +167,7 @@ class _Forward:
 
     @torch.compiler.assume_constant_result
     def look_up(self) -> bool:
-        """Look up the class's forward, which Dynamo does not do for classes that it allows in graphs."""
+        """Look up the class's forward. Dynamo does not do this for classes that it allows in graphs."""
         self.of_class = type(self.module).forward
         return True
 
@@ -217,7 +217,8 @@ class _ModelForward(_Forward):
 def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     """Pack the tensors that autograd saves together with the positions of the running forward.
 
-    Existing hooks of the caller keep working. If hooks are disabled, checkpoints cannot use them either.
+    The caller's hooks keep working. If hooks are disabled, nothing is packed, because checkpoints can't use hooks
+    either.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transforming():
         return nullcontext()
@@ -250,18 +251,18 @@ class _Encoder:
 
     Args:
         adaptation: provides the encoding and positions.
-        layer: index of the attention if each has its own module; None if all share one.
+        layer: index of the attention module if each has its own encoding, or None if all share one.
     """
 
     def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
         self.adaptation, self.layer = adaptation, layer
         self.num_calls = 0
-        self.copies: dict[Any, Any] = {}  # class's forward -> its copy, or None
+        self.copies: dict[Any, Any] = {}  # maps a class's forward to its copy, or to None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "copies": {}}  # the copies refer to this object
 
-    # A compiler runs the next two methods only at trace time, which is when the forward calls SDPA, if it does at all.
+    # A compiler only runs the next two methods while it traces, which is when the forward may call SDPA.
 
     @torch.compiler.assume_constant_result
     def count_calls(self) -> int:
@@ -286,7 +287,7 @@ class _Encoder:
         *,
         path: str = "an attention",
     ) -> Tensor:
-        """Encode q and k, then call ``scaled_dot_product_attention`` with the given arguments (except ``path``)."""
+        """Encode q and k, and call ``scaled_dot_product_attention`` with the given arguments (except ``path``)."""
         self._note_call()
         _check_self_attention(path, query, key)
         encoding = getattr(self.adaptation.model, self.adaptation.name)
@@ -327,7 +328,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
 
 
 class _Attention(_Forward):
-    """Forward of an attention module, which encodes q and k at its SDPA call."""
+    """Forward of an attention module. It encodes q and k when the module calls SDPA."""
 
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)
@@ -366,13 +367,13 @@ class _Attention(_Forward):
 
 
 def _checkpoint_state() -> tuple[Any, bool]:
-    """Return the saved-tensor hooks and the grad mode, which a checkpoint inside the attention would change."""
+    """Return the saved-tensor hooks and the grad mode. A checkpoint inside the attention module would change them."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks, torch.is_grad_enabled()
 
 
 class _Encode(TorchFunctionMode):
-    """Mode that encodes q and k in SDPA calls. ``state``: :func:`_checkpoint_state` outside, or None for no check."""
+    """Mode that encodes q and k in SDPA calls. ``state`` is :func:`_checkpoint_state` outside of the mode, or None."""
 
     def __init__(self, attention: _Attention, state: tuple[Any, bool] | None) -> None:
         super().__init__()
@@ -386,7 +387,7 @@ class _Encode(TorchFunctionMode):
         return self.attention.encoder.attend(*args, **(kwargs or {}), path=self.attention.path or "the model")
 
     def _check(self, hooks: Any, grad_enabled: bool) -> None:
-        """Reject encoding inside a checkpoint, whose recomputation would run without this mode."""
+        """Reject encoding inside a checkpoint, because its recomputation would run without this mode."""
         now, is_enabled = _checkpoint_state()
         is_checkpoint = now is not None and now[0].__module__ == "torch.utils.checkpoint"
         if grad_enabled and (not is_enabled or (is_checkpoint and now != hooks)):
@@ -413,39 +414,39 @@ def adapt_attention(
     num_heads: int | None = None,
     name: str = "encoding",
 ) -> Model:
-    """Add an encoding to a model that has none, in place and without editing its forwards; returns the model.
+    """Add an encoding to a model without one. This changes the model in place, and returns it.
 
-    q and k are encoded where they enter ``torch.nn.functional.scaled_dot_product_attention`` inside the
-    self-attentions. Only this model changes. It works under checkpointing, autocast, ``torch.compile``, DDP and FSDP2,
-    and in copies and pickles of the model. Weights, their names, hooks and classes are unchanged. Learned frequencies
-    are parameters at ``model.encoding``, so call this before you build the optimizer. Position embeddings that the
-    model adds to its tokens remain; remove them yourself if you want to.
+    Self-attention modules encode q and k just before they call ``torch.nn.functional.scaled_dot_product_attention``.
+    You don't have to edit any code. Only this model changes. Its weights, their names, hooks and classes stay the same.
+    The model works under checkpointing, autocast, ``torch.compile``, DDP and FSDP2, and you can copy and pickle it.
+    Learned frequencies are parameters at ``model.encoding``, so call this before you build the optimizer. Position
+    embeddings that the model adds to its tokens remain, unless you remove them yourself.
 
     Args:
         model: DiT, SiT, U-ViT, MAE, nanoGPT, .. For timm's plain ViT, :func:`lrpe_md.adapt` offers more.
         encoding: "rotate", "cosine", "mixed", a preset name, a ``Scheme``, a factory, or a module called as
-            ``encoding(q, k, positions=positions)`` with q, k (B, H, N, D): see :func:`.encoding.build_encoding`. It is
-            moved to the model's device.
+            ``encoding(q, k, positions=positions)`` with q and k (B, H, N, D). See :func:`.encoding.build_encoding`. The
+            encoding is moved to the model's device.
         positions: a :class:`Grid` or :class:`Coordinates` for all inputs, or a function of the model's forward
-            arguments that returns one. It must cover all tokens of the attention: ``Grid((H, W), prefix=1)`` with a
-            class token. For a preset, return the result of its ``positions()``. None if the model's code calls
-            :func:`set_positions` itself.
+            arguments that returns one. It must cover all tokens of the attention, as ``Grid((H, W), prefix=1)`` does if
+            there is a class token. For a preset, return the result of its ``positions()``. Pass None if the model's
+            code calls :func:`set_positions` itself.
         modules: name patterns of the self-attention modules, such as "blocks.*.attn". The default matches modules named
             attn, attn1, attention, self_attn or self_attention. If matches are nested, only the outermost is used.
-        encoding_kwargs: options of the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each
-            layer its own.
-        num_axes: number of axes, if the encoding is built here; default: that of fixed positions, else 2.
-        head_dim, num_heads: sizes of the attention modules; default: read from the modules.
+        encoding_kwargs: options of the encoding; see :func:`.encoding.build_encoding`. With ``sharing="layer"``, each
+            layer gets its own encoding.
+        num_axes: number of axes, if the encoding is built here. The default is that of fixed positions, or else 2.
+        head_dim, num_heads: sizes of the attention modules. By default, they are read from the modules.
         name: attribute of the model that holds the encoding. If two groups of modules need different encodings, such as
             the encoder and decoder of an MAE, call ``adapt_attention`` twice with different names.
 
-    The cosine map doubles the width of q and k; attention keeps the scale of the original head_dim. If q and k differ
-    in length, the attention raises an error: exclude cross-attention, and disable key caches.
+    The cosine map doubles the width of q and k, but attention keeps the scale of the original head_dim. If q and k
+    differ in length, the attention raises an error. So exclude cross-attention, and disable key caches.
 
     Raises:
-        TypeError, ValueError: an invalid argument, no matching modules, or modules that are already adapted; the model
-            is left unchanged.
-        RuntimeError: in the forward, if an attention does not call ``scaled_dot_product_attention``.
+        TypeError, ValueError: if an argument is invalid, no modules match, or modules are already adapted. The model is
+            then unchanged.
+        RuntimeError: in the forward, if an attention module does not call ``scaled_dot_product_attention``.
     """
     if not isinstance(model, nn.Module) or hasattr(model, "_orig_mod"):
         kind = type(model).__name__
@@ -470,10 +471,10 @@ def adapt_attention(
 
 
 def restore_attention(model: Model) -> Model:
-    """Undo :func:`adapt_attention`, in place; a model that is not adapted is unchanged.
+    """Undo :func:`adapt_attention` in place. A model that is not adapted stays unchanged.
 
     Raises:
-        ValueError: a forward was replaced after adapting, for example by an offloading hook; the model is left
+        ValueError: if a forward was replaced after adapting, for example by an offloading hook. The model is then
             unchanged.
     """
     found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
@@ -496,7 +497,7 @@ def restore_attention(model: Model) -> Model:
 def set_positions(model: nn.Module, positions: Where, name: str = "encoding") -> None:
     """Set the positions from inside the forward of an adapted model.
 
-    Use it in models that choose their tokens in the forward, such as an MAE after it draws the patches to keep. The
+    Use this in models that choose their tokens in the forward, such as an MAE that draws the patches to keep. The
     positions apply to all subsequent attention modules until the forward ends. Call it outside of checkpointed code.
 
     Args:
@@ -505,7 +506,7 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
         name: the name passed to ``adapt_attention``.
 
     Raises:
-        ValueError: no adaptation with this name, fixed positions, or no running forward.
+        ValueError: if there is no adaptation with this name, positions are fixed, or no forward is running.
     """
     _check_positions(positions)
     own = next((f.adaptation for f in _forwards_of(model) if f.adaptation.name == name), None)
@@ -523,7 +524,7 @@ def _attention_of(module: nn.Module) -> _Attention | None:
 
 
 def _forwards_of(model: nn.Module) -> Iterator[_ModelForward]:
-    """Yield the forwards set by adapt_attention, latest first."""
+    """Yield the forwards that adapt_attention has set, latest first."""
     forward = vars(model).get("forward")
     while isinstance(forward, _ModelForward):
         yield forward
@@ -576,7 +577,7 @@ def _build(
     positions: Any,
     given: tuple[int | None, int | None, int | None],
 ) -> nn.Module:
-    """Build one encoding for all attention modules, or one each. given: num_axes, head_dim and num_heads, or None."""
+    """Build one encoding for all attention modules, or one for each. ``given`` is (num_axes, head_dim, num_heads)."""
     num_axes, head_dim, num_heads = given
     if num_axes is None:
         num_axes = positions.shape[-1] if isinstance(positions, Tensor) else getattr(positions, "num_axes", 2)
@@ -599,7 +600,7 @@ def _build(
 
 
 def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
-    """Read head_dim and num_heads from a third-party attention."""
+    """Read head_dim and num_heads from a third-party attention module."""
     for source in (module, getattr(module, "config", None)):
         groups = [[getattr(source, name, None) for name in names] for names in (_HEADS, _HEAD_DIM, _WIDTH)]
         heads, size, width = (next((n for n in each if isinstance(n, int) and n > 0), None) for each in groups)

@@ -1,8 +1,8 @@
-"""Copies of functions and classes, with some of the functions they call replaced.
+"""Copies of functions and classes in which some of the functions that they call are replaced.
 
-A copy shares the globals of its original, so that later patches reach both. Where the original looks up
-``apply_rotary_emb``, the copy looks up a private name. That name is added next to the original one: in the globals of a
-function, in a module, or in a module that a function imports from at run time.
+A copy shares the globals of its original, so that later patches affect both. Where the original looks up
+``apply_rotary_emb``, the copy looks up a private name. We add that name next to the original name: in a function's
+globals, in a module, or in a module from which a function imports at run time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Lookups(NamedTuple):
     Args:
         chains: (kind, variable, attribute, ..), such as for ``self.rope.rotate``, and all prefixes. The kind is
             "global", "local", or "cell" for a variable of an enclosing function.
-        imports: (module, name) of imports at run time, such as ``("2:embeddings", "apply")``; 2 is the relative level.
-        others: attribute names looked up on anything else.
+        imports: (module, name) of imports at run time, such as ``("2:embeddings", "apply")``, where 2 is the relative
+            level.
+        others: attribute names that are looked up on anything else.
     """
 
     chains: frozenset[tuple[str, ...]]
@@ -54,7 +55,7 @@ class Lookups(NamedTuple):
 
 @functools.cache
 def read_lookups(code: CodeType) -> Lookups:
-    """Return the names that a code object looks up, without those of nested functions."""
+    """Return the names that a code object looks up, excluding those that nested functions look up."""
     chains, imports, others = set(), set(), set()
     chain: tuple[str, ...] | None = None  # the chain loaded by the last instruction
     constants: tuple[Any, Any] = (0, None)  # the last two constants loaded
@@ -95,7 +96,7 @@ def _nested_codes(code: CodeType) -> Iterator[CodeType]:
 
 @functools.cache
 def looks_rotary(code: CodeType) -> bool:
-    """Return whether the name or parameters of a function suggest that it is rotary; False for methods."""
+    """Return whether the name or parameters of a function suggest that it is rotary. Methods never count as rotary."""
     names = (code.co_name, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return names[1:2] not in (("self",), ("cls",)) and any(map(_ROTARY.search, names))
 
@@ -120,10 +121,10 @@ Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement for a val
 
 
 class Copier:
-    """Copier of functions, which replaces the functions they call by ``exchange(function)``.
+    """Copies functions, and replaces the functions that they call with ``exchange(function)``.
 
-    names: additional replacements, name → other name, in the first function but not in those that it calls; both must
-    exist in the same place.
+    ``names`` maps further names to other names in the same place. They are only replaced in the first function, and not
+    in those that it calls.
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
@@ -137,7 +138,7 @@ class Copier:
         return [value for value, _ in self._exchanged.values()]
 
     def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
-        """Return a copy of a function, or None if it looks up nothing that is replaced."""
+        """Return a copy of a function, or None if nothing that it looks up is replaced."""
         if function not in self._copies:
             self._copies[function] = None  # ends the recursion of a function that calls itself
             code = self._replace_names(function.__code__, function, depth)
@@ -149,7 +150,7 @@ class Copier:
         return self._copies[function]
 
     def _replace_names(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
-        """Return the code of a function, or of one nested in it, with private names for replaced functions."""
+        """Return the code of a function (or of a nested one) with private names for replaced functions."""
         constants = list(code.co_consts)
         for i, each in enumerate(constants):
             if isinstance(each, CodeType):
@@ -204,7 +205,7 @@ class Copier:
         return None if ours is None else (space, ours)
 
     def replace(self, value: Any, depth: int = 0, is_wrapped: bool = False, may_copy: bool = True) -> Any:
-        """Return the replacement of a value, or its copy. The function inside a decorator is only copied."""
+        """Return the replacement or the copy of a value. A function inside a decorator is only copied."""
         if isinstance(value, (type, ModuleType)) or not callable(value):
             return None
         ours = None if is_wrapped else self._exchange(value)
@@ -249,13 +250,13 @@ def _call_global(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _nested_function(code: CodeType, function: FunctionType) -> FunctionType:
-    """Return a function that another one defines when it runs; always the same object."""
+    """Return a function that another one defines when it runs. It is always the same object."""
     return FunctionType(code, function.__globals__, code.co_name)
 
 
 @functools.cache
 def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[int, Any], ...]) -> FunctionType:
-    """Return a function with other code and other cell contents, by cell index; always the same object."""
+    """Return a function with other code and other cell contents (by cell index). It is always the same object."""
     cells = list(function.__closure__ or ())
     replaced = {id(cells[i].cell_contents): ours for i, ours in changed}  # may include __wrapped__
     for i, ours in changed:
@@ -271,8 +272,8 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
 def copy_forward(module: nn.Module, attend: Callable[..., Any]) -> FunctionType | None:
     """Return a copy of a module's forward that calls ``attend`` in place of ``scaled_dot_product_attention``.
 
-    The private names keep ``attend`` alive. Returns None if the forward does not call SDPA, or if other methods or
-    child modules do.
+    The private names keep ``attend`` alive. Return None if the forward does not call SDPA, or if other methods or child
+    modules call it.
     """
     kind, copier = type(module), Copier(lambda function: attend if function is SDPA else None)
     if not isinstance(kind.forward, FunctionType):
@@ -289,7 +290,7 @@ def copy_forward(module: nn.Module, attend: Callable[..., Any]) -> FunctionType 
 
 @functools.cache
 def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
-    """Return the attributes that a method looks up on its object: ``("rope", "rotate")`` for ``self.rope.rotate``."""
+    """Return what a method looks up on its object, such as ``("rope", "rotate")`` for ``self.rope.rotate``."""
     code = function.__code__
     first = code.co_varnames[0] if code.co_argcount else None
     found = {
@@ -308,7 +309,7 @@ def _inner_functions(function: FunctionType) -> list[FunctionType]:
 
 
 def find_method(cls: type, name: str) -> Any:
-    """Return the class attribute with this name, or None; a ``staticmethod`` stays wrapped."""
+    """Return the class attribute with this name, or None. A ``staticmethod`` stays wrapped."""
     for base in cls.__mro__:
         if name in vars(base):
             return vars(base)[name]
@@ -316,7 +317,7 @@ def find_method(cls: type, name: str) -> Any:
 
 
 def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
-    """Return methods by name: those in ``entries``, and those they call on the same object."""
+    """Return methods by name: those in ``entries``, and those that they call on the same object."""
     found: dict[str, FunctionType] = {}
     names = [*entries]
     for name in names:  # the list grows
@@ -329,7 +330,7 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
 
 
 class Recipe(NamedTuple):
-    """Recipe for an adapted class, from which another process can derive the same class to unpickle its objects."""
+    """Recipe for an adapted class. Another process can use it to derive the same class and unpickle the objects."""
 
     exchange: Any  # a picklable Exchange, with ``refine(method, copy) -> method, attributes``
     entries: tuple[str, ...]
@@ -339,7 +340,7 @@ class Recipe(NamedTuple):
 
 
 def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
-    """Return a class of the same name with replaced calls, or ``cls`` if ``recipe.exchange`` replaces nothing."""
+    """Return a class of the same name with replaced calls. Return ``cls`` if ``recipe.exchange`` replaces nothing."""
     copier = copier or Copier(recipe.exchange)
     methods: dict[str, Any] = {}
     for name, function in find_methods(cls, recipe.entries).items():
@@ -357,10 +358,10 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
 def derive_class(
     cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
 ) -> Any:
-    """Return a class of the same name with other methods; always the same object.
+    """Return a class of the same name with other methods. It is always the same object.
 
-    methods: name -> value and its kind, None or ``staticmethod``. recipe: its ``derive(cls)`` recreates this class.
-    extras: additional attributes of the class's objects.
+    ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``recipe.derive(cls)`` recreates this
+    class. ``extras`` holds additional attributes of the class's objects.
     """
     own: dict[str, Any] = {
         **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe,
@@ -386,7 +387,7 @@ def _rebuild(cls: Any, *recipes: Any) -> Any:
 
 
 def restore_class(part: Any) -> None:
-    """Restore an object's original class. The class must not have been subclassed since; see :func:`original_class`."""
+    """Restore an object's original class. The object's class must not be a subclass of an adapted class."""
     while is_adapted(type(part)):
         for name in getattr(type(part), _EXTRAS):
             delattr(part, name)
@@ -394,7 +395,7 @@ def restore_class(part: Any) -> None:
 
 
 def replaced_names(cls: type) -> set[str]:
-    """Return the names of functions that an adapted class replaces: those its methods call, and whole methods."""
+    """Return the names of what an adapted class replaces: functions that its methods call, and whole methods."""
     found: set[str] = set()
     for name, method in vars(cls).items():
         called = _private_names(getattr(method, "__func__", method))
@@ -404,7 +405,7 @@ def replaced_names(cls: type) -> set[str]:
 
 
 def _private_names(function: Any) -> set[str]:
-    """Return the original names of the private names that a function looks up."""
+    """Return the original names for the private names that a function looks up."""
     waiting, found = [function], set[str]()
     while waiting:
         if isinstance(function := waiting.pop(), FunctionType):
@@ -414,10 +415,10 @@ def _private_names(function: Any) -> set[str]:
 
 
 def is_adapted(cls: type) -> bool:
-    """Return whether a class was made by :func:`adapt_class`, or is a subclass of such a class."""
+    """Return whether :func:`adapt_class` made this class or one of its base classes."""
     return hasattr(cls, _ORIGINAL)
 
 
 def original_class(cls: type) -> Any:
-    """Return the original of an adapted class, or None if it is a subclass of one."""
+    """Return the original of an adapted class. Return None for a subclass of an adapted class."""
     return vars(cls).get(_ORIGINAL)

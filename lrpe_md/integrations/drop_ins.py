@@ -1,8 +1,8 @@
-"""Replacement of third-party rotary functions with equivalent ones that run our kernel.
+"""Replace third-party rotary functions with equivalent functions that run our kernel.
 
-The function is called with small tensors to find which table entry rotates which channel (:mod:`.probing`). Its
-replacement passes views of the caller's tables to :func:`lrpe_md.rotate` (:mod:`.plans`). Calls that do anything else
-go to the original.
+We call the function with small tensors to find out which table entry rotates which channel (:mod:`.probing`). The
+replacement passes views of the caller's tables to :func:`lrpe_md.rotate` (:mod:`.plans`). Other kinds of calls go to
+the original.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .probing import find_plan, quietly
 
 __all__ = ["drop_in"]
 
-_MOST_PLANS = 256  # per function; further kinds of calls go to the original
+_MOST_PLANS = 256  # per function; any further kinds of calls go to the original
 _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|value|queries|keys|values)(_\w+)?")
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
-_HEAD_DIM = 24  # head_dim of the first probes: its half, third and quarter are integers
+_HEAD_DIM = 24  # head_dim of the first probes, which 2, 3 and 4 divide
 _EMPTY = inspect.Parameter.empty
 _MOST_ANSWERS = 4  # give up after this many kinds of arguments for which the function runs but is not a rotation
 _MOST_RECIPES = 64  # cached per function
@@ -41,20 +41,22 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     """Return an equivalent function with the same signature that runs our kernel.
 
     Args:
-        function: rotates x, or q and k, with tables: cos and sin as two arguments, a tuple or one tensor; complex
-            numbers; 2 × 2 matrices; or angles; in any common layout. It may also be a module or bound method that reads
-            cos and sin from its own tensors, which are then read at each call. It is probed with small tensors on the
-            CPU (on a GPU if it rejects those), on a copy of its object.
+        function: function that rotates x, or q and k, by tables in any common layout. The tables can be cos and sin (as
+            two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
+            a module or bound method that reads cos and sin from its own tensors, which are then read at each call. We
+            probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
-        A function with the attribute ``original``. Each new kind of arguments (ranks, widths, dtypes, flags) is probed
-        at its first call, also while a graph is compiled. Kinds that the kernel does not support go to the original.
-        Outputs have the original's dtype and x's memory order. Arithmetic is float32 (float64 for float64), even if the
-        original rounds intermediate results to bfloat16. Tables get a gradient if the original gives them one.
+        a function with the attribute ``original``. The first call with a new kind of arguments (ranks, widths, dtypes,
+        flags) probes the function, even while a graph is compiled. If the kernel does not support a kind, the original
+        runs. Outputs have the original's dtype and x's memory order. Arithmetic is in float32 (or in float64 for
+        float64 inputs), even if the original rounds intermediate results to bfloat16. Tables get a gradient if they get
+        one from the original.
 
     Raises:
-        TypeError: the function does not rotate pairs of channels by its tables; the message says what it does.
+        TypeError: if the function does not rotate pairs of channels by its tables. The message says what it does
+            instead.
     """
     result = quietly(lambda: _search(function, "cpu"))
     if isinstance(result, Unlike) and result.depth == 0 and torch.cuda.is_available():
@@ -68,7 +70,7 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
 
 
 class _Probed:
-    """A function, the parameters that it rotates, and the plans for the kinds of arguments seen so far.
+    """A function, the parameters that it rotates, and the plans for all kinds of arguments seen so far.
 
     It may read tensors and settings (numbers, flags and strings) of its ``owner``.
     """
@@ -87,10 +89,10 @@ class _Probed:
             held |= {**self.owner._buffers, **self.owner._parameters}
         tensors = {name: t for name, t in held.items() if isinstance(t, Tensor) and t.ndim > 1}
         self.own_tensors = tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
-        self.attributes: tuple[str, ...] = ()  # the own_tensors that are tables
+        self.attributes: tuple[str, ...] = ()  # those of own_tensors that are tables
         self.plans: dict[Any, RotationPlan | Unlike] = {}
         self.key: tuple[Any, ...] = ()  # the first kind of arguments that worked
-        self.relation = EQUAL  # relation of the tables' rows to the tokens
+        self.relation = EQUAL  # how the number of table rows relates to the number of tokens
 
     def describe_owner(self) -> list[tuple[Any, ...]]:
         """Return the parts of the owner that a plan depends on."""
@@ -99,14 +101,14 @@ class _Probed:
         return [*entries, ("settings", *[describe(getattr(self.owner, name), False) for name in self.settings])]
 
     def find(self, key: tuple[Any, ...], relations: str) -> RotationPlan | None:
-        """Return the plan for a kind of arguments, probed at first use, or None if it is not supported."""
+        """Return the plan for a kind of arguments, or None if it is not supported. Probe new kinds first."""
         if (key, relations) not in self.plans and len(self.plans) < _MOST_PLANS:
             quietly(lambda: self.probe(key, relations))
         plan = self.plans.get((key, relations))
         return plan if isinstance(plan, RotationPlan) else None
 
-    # Set the same mark as torch.compiler.assume_constant_result (torch 2.15), without importing the compiler. While a
-    # graph is traced, all arguments of this method are constants.
+    # This sets the same mark as torch.compiler.assume_constant_result (torch 2.15), without importing the compiler.
+    # While a graph is traced, all arguments of this method are constants.
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def probe(self, key: tuple[Any, ...], relations: str) -> RotationPlan | Unlike:
@@ -119,7 +121,7 @@ class _Probed:
         return plan
 
     def call(self, values: list[Any], tensors: list[Tensor]) -> Any:
-        """Call the original, on a copy of its object with the given tensors."""
+        """Call the original on a copy of its object with the given tensors."""
         args, names = values[: self.num_positional], self.names[self.num_positional :]
         kwargs = dict(zip(names, values[self.num_positional :], strict=True))
         if self.owner is None:
@@ -145,7 +147,7 @@ class _Probed:
         return values if given == len(kwargs) and len(args) <= self.num_positional else None
 
     def measure(self, values: Sequence[Any]) -> tuple[Any, list[Tensor], list[Tensor]]:
-        """Return everything that a recipe depends on, the tensors to rotate, and all other tensors."""
+        """Return everything on which a recipe depends, the tensors to rotate, and all other tensors."""
         sizes: list[Any] = []
         xs: list[Tensor] = []
         leaves: list[Tensor] = []
@@ -174,7 +176,7 @@ class _Probed:
         return tuple(sizes), xs, leaves
 
     def resolve(self, values: Sequence[Any], xs: list[Tensor], leaves: list[Tensor]) -> PreparedCall | None:
-        """Return the recipe for a call's kind and sizes, or None if the call goes to the original."""
+        """Return the recipe for a call's kind and sizes, or None if the original must run."""
         entries, offset = [], 0
         for i, value in enumerate(values):
             is_offset = i in self.offsets and isinstance(value, int) and value
@@ -194,7 +196,7 @@ class _Probed:
 
 
 def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
-    """Try roles of the parameters and kinds of arguments until one is a rotation."""
+    """Try roles for the parameters and kinds of arguments until the result is a rotation."""
     failure, num_answers = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
     for probed, keys in _read_signatures(function, device):
         for key, relation in itertools.product(keys, (MORE, EQUAL) if probed.attributes else (EQUAL,)):
@@ -214,7 +216,7 @@ def _get_forward(function: Any) -> Callable[..., Any]:
 
 
 def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tuple[_Probed, Iterator[tuple[Any, ...]]]]:
-    """Yield candidate parameters to rotate and kinds of arguments to try; likely names come first."""
+    """Yield candidates for the parameters to rotate and the kinds of arguments. Likely names come first."""
     try:
         parameters = list(inspect.signature(_get_forward(function)).parameters.values())
     except (TypeError, ValueError) as e:
@@ -236,7 +238,7 @@ def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tupl
 
 
 def _first_keys(probed: _Probed, tables: set[int], rest: set[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield kinds of arguments to try; ``rest`` are the other required parameters."""
+    """Yield kinds of arguments to try. ``rest`` holds the other required parameters."""
     owner = probed.describe_owner()
     own_widths = {n * m for e in owner if e[0] == "attribute" for n in e[1][-2:] for m in (1, 2)}
     head_dims = sorted(n for n in own_widths if n % 2 == 0 and n > 2) if own_widths else [_HEAD_DIM]

@@ -1,4 +1,4 @@
-"""Construction of a backbone's encoding from a name, module or factory, and layout of its tokens."""
+"""Build a backbone's encoding from a name, module or factory, and lay out the backbone's tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Encoding: TypeAlias = str | Preset | Scheme | nn.Module | Callable[..., nn.Modul
 
 
 class Activation(nn.Module):
-    """Activation without an encoding: q, k → act(q), act(k), regardless of positions."""
+    """Activation without an encoding: it maps q and k to act(q) and act(k), regardless of positions."""
 
     describes = True
 
@@ -66,7 +66,7 @@ class Activation(nn.Module):
         return f"act={self.act!r}"
 
 
-# Values of other arguments → what to do if one is passed as the encoding, for its error.
+# Maps values of other arguments to the advice in the error if such a value is passed as the encoding.
 REMEDIES = {
     value: f"; pass an encoding such as 'rotate', and {name}={value!r} to {where}"
     for value, name, where in (
@@ -87,24 +87,28 @@ def build_encoding(
     Args:
         encoding: one of these:
 
-            - "cosine" or "rotate": axial frequencies, shared by all heads and layers. With ``frequencies="mixed"`` each
-              head has its own; with a phase, each layer and head has its own phase (and learned or mixed frequencies);
+            - "cosine" or "rotate": axial frequencies, shared by all heads and layers. With ``frequencies="mixed"``,
+              each head has separate frequencies. With a phase, each layer and head has a separate phase, and separate
+              frequencies if they are learned or mixed;
             - "mixed": rotate with learned frequencies per layer and head, base 10 (RoPE-ViT, arXiv 2403.13298);
             - a name from :func:`lrpe_md.list_presets` or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, or one
-              per layer if it learns; or the result of :func:`lrpe_md.preset` for this head_dim;
+              per layer if it learns;
+            - the result of :func:`lrpe_md.preset` for this head_dim;
             - a module, shared by all layers;
-            - a factory, called once per layer. It gets those of ``head_dim``, ``num_heads`` and ``num_axes`` that its
-              signature names (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else ``(head_dim, num_heads)``;
+            - a factory, called once per layer. If its signature names some of ``head_dim``, ``num_heads`` and
+              ``num_axes``, as those of ``CosineMd`` and ``partial(CosineMd, learnable=True)`` do, it gets these.
+              Otherwise, it gets ``(head_dim, num_heads)``;
             - None or "none": no encoding.
-        kwargs: for "cosine", "rotate" and "mixed": options of :class:`lrpe_md.CosineMd` or :class:`lrpe_md.RotateMd`.
-            The first two also accept ``split``, the axes' shares of the channels ((2, 3, 3) gives time two eighths),
-            and ``remainder``, the axis that gets the rest; ``learnable`` then trains ω. For a preset: options of
-            :func:`lrpe_md.preset` and PresetMd. For None: act, dim. For a factory: its own. If the module is built
-            here: ``sharing``, "model" or "layer"; for the three names also ``heads``, "shared" or "own".
-        head_dim, num_heads, depth, num_axes: of the backbone.
+        kwargs: options of :class:`lrpe_md.CosineMd` or :class:`lrpe_md.RotateMd` for "cosine", "rotate" and "mixed",
+            options of :func:`lrpe_md.preset` and PresetMd for a preset, arguments of the factory, or ``act`` and
+            ``dim`` for None. "cosine" and "rotate" also accept ``split``, each axis's share of the channels ((2, 3, 3)
+            gives time two eighths), and ``remainder``, the axis that gets the leftover channels. ``learnable`` then
+            trains ω. If the module is built here, ``sharing`` is "model" or "layer". For the three names, ``heads`` is
+            "shared" or "own".
+        head_dim, num_heads, depth, num_axes: sizes of the backbone.
 
     Raises:
-        ValueError, TypeError: an unknown name or an invalid argument.
+        ValueError, TypeError: for an unknown name or an invalid argument.
     """
     if encoding is None or encoding == "none":
         if kwargs.keys() - {"act", "dim"}:
@@ -147,7 +151,7 @@ def build_for_layers(
     attention applies none by default. If a model has both kinds, the encoding is built for softmax attention.
 
     Returns:
-        the encoding, and the activation that replaces the encoding's in linear layers; None keeps the encoding's.
+        the encoding, and the activation that linear layers use instead of the encoding's own, or None to keep it.
     """
     kwargs, act = dict(kwargs), None
     by_name = encoding is None or isinstance(encoding, (str, Preset, Scheme))
@@ -164,7 +168,7 @@ def build_for_layers(
     return built, act
 
 
-Maker: TypeAlias = Callable[[int], nn.Module]  # layer index → its module
+Maker: TypeAlias = Callable[[int], nn.Module]  # maps a layer's index to its module
 
 
 def _of_series(
@@ -189,7 +193,7 @@ def _of_series(
 
 
 def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = None, **kwargs: Any) -> dict[str, Any]:
-    """Return arguments for a module whose axes have unequal shares of the channels."""
+    """Return the arguments for a module whose axes have unequal shares of the channels."""
     if split is None:
         if remainder is not None:
             raise ValueError(
@@ -212,7 +216,7 @@ CHANGES = ("base", "split", "scaling", "rotary_dim", "seed")  # arguments of pre
 def _of_preset(
     encoding: str | Scheme | Preset, kwargs: dict[str, Any], head_dim: int, num_heads: int
 ) -> tuple[Maker, Sharing]:
-    """Build a preset, shared by all layers if nothing is learned or the scheme shares it."""
+    """Build a preset. All layers share it if nothing is learned, or if the scheme says so."""
     if "heads" in kwargs:
         raise ValueError(f"heads: expected None with a preset, which defines it, got {kwargs['heads']!r}")
     _check_options(kwargs, encoding_options(encoding), "a preset")
@@ -232,7 +236,7 @@ def _of_preset(
 def _of_made(
     made: Preset, kwargs: dict[str, Any], changes: dict[str, Any], head_dim: int, num_heads: int
 ) -> tuple[Maker, Sharing]:
-    """Use a built preset; all layers start with its frequencies."""
+    """Use a preset that is already built. All layers start with its frequencies."""
     if changes:
         raise ValueError(
             f"encoding_kwargs: expected none of {', '.join(CHANGES)} with a Preset, which is already built, got "
@@ -277,7 +281,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def encoding_options(encoding: Any) -> set[str]:
-    """Return the names in ``encoding_kwargs`` that :func:`build_encoding` accepts with a name, scheme or preset."""
+    """Return the names in ``encoding_kwargs`` that :func:`build_encoding` accepts for a name, scheme or preset."""
     if encoding is None or encoding == "none":
         return {"act", "dim"}
     by_name = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}
@@ -297,13 +301,13 @@ def _check_options(kwargs: dict[str, Any], known: set[str], name: str) -> None:
 
 
 def _advise(kwargs: dict[str, Any]) -> str:
-    """Return advice to append to an error if options of the model are among those of the encoding."""
+    """Return advice to append to an error if the encoding's options include options of the model."""
     names = [name for name in MODEL_OPTIONS if name in kwargs]
     return f"; pass {names[0]}= to adapt() or the model itself, outside encoding_kwargs" if names else ""
 
 
 def explain_misplaced_options(function: F) -> F:
-    """Raise an error that names ``encoding_kwargs`` if the function itself receives an option of the encoding."""
+    """Raise an error that mentions ``encoding_kwargs`` if the function itself receives an option of the encoding."""
     own = inspect.signature(function).parameters.keys()
     options = encoding_options("cosine") | encoding_options("rotate") | encoding_options("eva02")
     options -= {*own, "device", "dtype", "num_heads"}
@@ -356,9 +360,10 @@ class EncodingStack:
         return first.preset if isinstance(first, PresetMd) else None
 
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
-        """Check that a preset can place images (2 axes) or videos (3) in row-major order.
+        """Check that a preset can place images (2 axes) or videos (3 axes) in row-major order.
 
-        preset_axes: exact number of axes required; None allows more, because an image is a video of one frame.
+        ``preset_axes`` is the exact number of axes that is required. None allows more, because an image is a video of
+        one frame.
         """
         made = self.preset
         if made is None:
@@ -376,7 +381,7 @@ class EncodingStack:
             raise ValueError(f"encoding: expected a preset whose tokens are in row-major order, got {made.name!r}")
 
     def check_modules(self, head_dim: int, num_axes: int) -> None:
-        """Check that our modules have the sizes of the model; a preset places the tokens itself."""
+        """Check that our modules have the model's sizes. Presets are skipped, because they place tokens themselves."""
         for module in self.distinct:
             if not isinstance(module, FrequencyModule):
                 continue
@@ -388,7 +393,7 @@ class EncodingStack:
                 )
 
     def check_idle_channels(self, num_axes: int) -> None:
-        """Warn if some channels of a preset encode all tokens of an image alike; raise an error if all do."""
+        """Warn if some channels of a preset encode all tokens of an image alike. Raise an error if all channels do."""
         made = self.preset
         if made is None or made.num_axes == num_axes:
             return
@@ -407,7 +412,7 @@ class EncodingStack:
             warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=4)
 
     def check_linear(self, normalizer: NormalizerName) -> None:
-        """Check that the activations suit linear attention with this normalizer."""
+        """Check that linear attention with this normalizer supports the activations."""
         for module in self.distinct:
             check_normalizer(normalizer, getattr(module, "act", "none"))
 
@@ -422,16 +427,16 @@ class EncodingStack:
     ) -> Grid | Coordinates:
         """Return positions of tokens outside the grid, followed by a grid of this size.
 
-        A preset defines its own placement; other encodings use one unit per token.
+        A preset defines its own placement. Other encodings use one unit per token.
 
         Args:
-            before: number of tokens before the grid, placed as the preset defines, else unrotated; or tokens with a
-                rule.
-            after: axes on which the grid continues after the tokens; None: it starts at the origin. A preset defines
-                its own.
-            reference: per axis of ``size``, the size to interpolate positions to, or None. Default: as the preset
-                defines.
-            device: device of a table.
+            before: number of tokens before the grid, or tokens with a rule. A preset places a number of tokens by its
+                own rule. Other encodings don't rotate these tokens.
+            after: axes on which the grid continues after the tokens. With None, the grid starts at the origin. A preset
+                defines its own axes.
+            reference: for each axis of ``size``, the size to interpolate positions to, or None. The default is the
+                preset's.
+            device: device of the result if it is a table.
         """
         size, made = tuple(size), self.preset
         if made is not None:
@@ -445,7 +450,7 @@ class EncodingStack:
         return compose(tokens, grid if after is None else After(grid, tuple(after)), device=device)
 
     def no_weight_decay(self, backbone: nn.Module) -> set[str]:
-        """Return the names, within the backbone, of all frequencies, phases and decays."""
+        """Return the names of all frequencies, phases and decays in the backbone."""
         own = {module for layer in self.distinct if layer is not None for module in layer.modules()}
         names = set()
         for path, module in backbone.named_modules():
@@ -457,7 +462,7 @@ class EncodingStack:
         return names
 
     def locate(self, positions: Any) -> Any:
-        """Apply :meth:`FrequencyModule.set_places` to a grid; call it once per forward, not per layer."""
+        """Apply :meth:`FrequencyModule.set_places` to a grid. Call this once per forward, not in every layer."""
         first = self.distinct[0] if self.distinct else None
         if not isinstance(first, FrequencyModule) or not first.moved:
             return positions

@@ -1,4 +1,4 @@
-"""Optional dependencies; each is an extra of this package with the library's name."""
+"""Optional dependencies. For each one, this package has an extra with the library's name."""
 
 from __future__ import annotations
 

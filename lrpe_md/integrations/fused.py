@@ -1,8 +1,8 @@
-"""Fusion of known attention classes' q and k norms, or prefix tokens, with the rotation into one launch.
+"""Fuse the rotation with the q and k norms, or with the prefix tokens, of known attention classes.
 
-A copy of the library's own method runs, in which the norms also rotate. If the norms are not plain (:mod:`.norms`), the
-copy from :mod:`.copies` runs instead, in which only the rotation is replaced. Classes are recognised by name, so only
-the rotation is replaced in a fork that has another name.
+We run a copy of the library's own method in which the norms also rotate. If the norms are not plain (:mod:`.norms`), we
+run the copy from :mod:`.copies` instead, which only replaces the rotation. Classes are recognised by name. So in a fork
+with other names, only the rotation is replaced.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Method = Callable[..., Any]
 
 @functools.cache
 def fuse(method: FunctionType, plain: Method, exchange: Exchange, impl: Impl) -> tuple[Method, dict[str, Any]]:
-    """Return a method with fused launches, and the attributes that its class needs (see :func:`.copies.derive_class`).
+    """Return a method with fused launches, and the attributes that its class needs. See :func:`.copies.derive_class`.
 
-    Returns ``plain`` for unknown methods, which is a copy in which the rotation is replaced by ``exchange``.
+    For unknown methods, return ``plain``, a copy in which ``exchange`` has replaced the rotation.
     """
     inner = inspect.unwrap(method)
     known = _KNOWN.get(f"{inner.__module__}.{inner.__qualname__}")
@@ -60,7 +60,7 @@ def _return_unchanged(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Normed(NamedTuple):
-    """Replacement for cos that also carries the norms of q and k."""
+    """Replacement for cos that also contains the norms of q and k."""
 
     cos: Tensor
     norm: Norm
@@ -88,7 +88,7 @@ def _fuse_qwen3(impl: Impl) -> tuple[Method, Method]:
 
 
 class _Rotating:
-    """Wrapper of an attention whose norms also rotate; everything else comes from the attention."""
+    """Wrapper of an attention module, in which the norms also rotate. Everything else comes from the module."""
 
     def __init__(self, attn: Any, norms: dict[str, Any]) -> None:
         vars(self).update(norms, attn=attn)
@@ -109,9 +109,9 @@ class _Processor(NamedTuple):
 
     Args:
         ndim: number of dimensions of its cos and sin: (N, D), (B, N, H D) or (B, N, 1, D).
-        text: text "with norms" of its own, text "joined" to the video without rotation, or "none".
-        over_heads: each norm is over all heads.
-        on_cpu: fuse on a CPU too, where it adds Python calls and saves no time.
+        text: "with norms" if text has norms of its own, "joined" if unrotated text is joined to the video, or "none".
+        over_heads: whether each norm is over all heads.
+        on_cpu: whether to fuse on a CPU too, where this adds Python calls and saves no time.
     """
 
     ndim: int
@@ -120,7 +120,7 @@ class _Processor(NamedTuple):
     on_cpu: bool = True
 
     def group(self, attn: Any, text: Tensor | None, tables: Any) -> dict[tuple[str, str], Any]:
-        """Return the cos and sin of each pair of norms, by their names; empty if they can't be fused."""
+        """Return the cos and sin of each pair of norms by the norms' names. Return {} if they can't be fused."""
         is_known = type(tables) is tuple and [getattr(t, "ndim", None) for t in tables] == [self.ndim] * 2
         if not is_known or (self.text == "none" and text is not None):
             return {}
@@ -176,7 +176,7 @@ def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
 
 
 def _cat(tensors: Any, dim: int = 0) -> Tensor:
-    """Concatenate, without a copy if the prefix is empty."""
+    """Concatenate tensors. If the prefix is empty, nothing is copied."""
     if len(tensors) == 2 and dim == 2 and tensors[0].shape[2] == 0:
         return tensors[1]
     return torch.cat(tensors, dim)
@@ -188,7 +188,7 @@ vars(_TORCH).update(cat=_cat, __getattr__=partial(getattr, torch))
 
 def _fuse_timm(impl: Impl) -> tuple[Method, Method]:
     def rotate_one(x: Tensor, emb: Tensor, half: bool = False) -> Tensor:
-        """Rotate x (B, H, N, D), whose prefix tokens have no row in emb (.., N, 2 D)."""
+        """Rotate x (B, H, N, D). Prefix tokens have no row in emb (.., N, 2 D)."""
         sin, cos = (t[None] if t.ndim == 3 else t for t in emb.chunk(2, -1))
         prefix = x.shape[2] - cos.shape[-2]
         return rotate(x, tables=(cos, sin), pairs="half" if half else "interleaved", prefix=prefix, impl=impl)
@@ -213,7 +213,8 @@ _DIFFUSERS = {
     "ltx.LTXVideoAttnProcessor": _Processor(3, over_heads=True, on_cpu=False),
 }  # fmt: skip
 _TRANSFORMERS = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_vl": "Qwen3VLText", "qwen3_vl_moe": "Qwen3VLMoeText"}
-# Method name → function that makes the rotation and the call, names that the copy looks up, and class attributes.
+# Maps a method name to the function that makes the rotation and the call, names that the copy looks up, and class
+# attributes.
 _KNOWN: dict[str, tuple[Callable[[Impl], tuple[Method, Method]], dict[str, str], dict[str, Any]]] = {
     "timm.models.eva.EvaAttention.forward": _TIMM, "timm.layers.attention.AttentionRope.forward": _TIMM,
     **{

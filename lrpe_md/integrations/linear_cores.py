@@ -1,8 +1,8 @@
-"""Replacement of other libraries' linear attention: SANA-Video's, and SANA-WM's gated delta rule over frames.
+"""Replace the linear attention of SANA-Video, and SANA-WM's gated delta rule over frames.
 
-A function is recognised by its parameters and then called with small random tensors. Its result and gradients must
-match those of :func:`lrpe_md.linear_attention`. As for all rotary functions, the model computes its own cos and sin, so
-q and k are rotated first. These models do not rotate the normaliser, so it is computed as a separate sum.
+If a function has the right parameters, we call it with small random tensors. Its result and gradients must match those
+of :func:`lrpe_md.linear_attention`. As with all rotary functions, the model computes its own cos and sin, so q and k
+are rotated first. These models do not rotate the normaliser, so we compute it as a separate sum.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _LEAST_DECAY = torch.finfo(torch.float32).tiny  # replaces decays that underflow
 class Core(NamedTuple):
     """Our implementation of a function, and random arguments to compare the two.
 
-    run: takes ``impl`` and the function's arguments by name; returns None for arguments that it does not support.
-    draw: (number of the comparison, function that draws a leaf) → leaves that need a gradient, and arguments.
+    ``run`` takes ``impl`` and the function's arguments by name, and returns None for unsupported arguments. ``draw``
+    takes the number of the comparison and a function that draws a leaf. It returns the leaves that need a gradient, and
+    the arguments.
     """
 
     run: Callable[..., Any]
@@ -46,7 +47,7 @@ _lookups: dict[FunctionType, list[Any]] = {}  # globals that each function used 
 
 @functools.cache
 def find_core(function: FunctionType) -> Core | None:
-    """Return our implementation of another library's function, or None if there is none or the two differ."""
+    """Return our implementation of another library's function. Return None if there is none, or if the two differ."""
     core = _CORES.get(_parameters(function))
     if core is None:
         return None

@@ -1,4 +1,4 @@
-"""Conversion of a model's q and k norms to a :class:`lrpe_md.Norm` with the same parameters."""
+"""Convert a model's q and k norms to a :class:`lrpe_md.Norm` with the same parameters."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def norm_of(
 
     Args:
         dtype: dtype of q and k.
-        heads: numbers of heads of q and k, if the norms are over all heads.
-        device: device of q and k; None: that of the weights.
+        heads: numbers of heads of q and of k if the norms are over all heads.
+        device: device of q and k. None means the device of the weights.
     """
     q, k = _read_norm(q_norm, dtype), _read_norm(k_norm, dtype)
     if q is None or k is None or (q.kind, q.eps) != (k.kind, k.eps):
@@ -59,7 +59,7 @@ def norm_of(
 
 
 def is_plain_module(norm: nn.Module) -> bool:
-    """Return whether calling a module only runs its class's forward: no hooks, no instance-level forward."""
+    """Return whether calling a module only runs its class's forward, without hooks or an instance-level forward."""
     return not (
         norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
         or "forward" in norm.__dict__ or global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks
@@ -79,7 +79,7 @@ def _read_norm(norm: Any, dtype: torch.dtype) -> Norm | None:
 
 @torch.compiler.assume_constant_result
 def _kind(forward: Any) -> NormName | None:
-    """Return the kind of norm that a forward method computes: that of a known class with the same code; else None."""
+    """Return the kind of norm that a forward method computes, or None if no known class has the same code."""
     return _find_kind(forward)
 
 

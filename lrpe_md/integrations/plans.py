@@ -16,11 +16,11 @@ __all__ = [
     "prepare", "run_prepared",
 ]  # fmt: skip
 
-EQUAL, MORE, FEWER = "=", ">", "<"  # number of table rows, compared with the number of tokens in x
+EQUAL, MORE, FEWER = "=", ">", "<"  # how the number of table rows compares with the number of tokens in x
 
 
 class Unlike(Exception):
-    """Error for a function that computes something else; ``depth`` says how far the probe got before it noticed."""
+    """Error for a function that computes something else. ``depth`` is how far the probe got before this was clear."""
 
     def __init__(self, depth: int, message: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class Unlike(Exception):
 
 
 class Follow(NamedTuple):
-    """Dimension of a table, indexed by the position on an axis of x, or by the integers of a leaf along these axes."""
+    """Dimension of a table. It is indexed by the position on an axis of x, or by a leaf's integers along these axes."""
 
     axes: tuple[int, ...]
     positions: int | None = None
@@ -37,9 +37,11 @@ class Follow(NamedTuple):
 class Run(NamedTuple):
     """Channels of cos or sin that one view of a leaf contains. A leaf is a tensor among the other arguments.
 
-    follows: dimensions of the leaf that follow an axis of x or positions; ``gathers`` is True if any follows positions.
-    index, order: index and permutation that view the channels as (N, W), (B, N, W) or (B or 1, H, N, W), after rows are
-    gathered; see :func:`arrange`.
+    Attributes:
+        follows: dimensions of the leaf that follow an axis of x, or positions.
+        gathers: whether any dimension follows positions.
+        index, order: index and permutation that view the channels as (N, W), (B, N, W) or (B or 1, H, N, W), after rows
+            are gathered. See :func:`arrange`.
     """
 
     leaf: int
@@ -53,13 +55,17 @@ class Run(NamedTuple):
 class Turn(NamedTuple):
     """Rotation of one tensor by the tables.
 
-    cos, sin: runs in channel order, and whether they alternate, so that each of two runs has every other channel.
-    rows: position of the first token's row: "start", "end" (rows and tokens end together), or "offset" (an argument).
-    heads: width of a head if x has all heads in its last dimension, else 0.
-    axes: axes of x for batch, heads and tokens; tables vary along the last. Negative numbers are new axes.
-    index, order: index and permutation that view x as (B, H, N, D). back_order, back_index: their inverses.
-    shuffle: how to regroup the channels ``span`` before the rotation, unflatten(-1, shuffle).mT; None: as they are.
-    pairs, rotary_dim, inverse: see :func:`rotate`.
+    Attributes:
+        cos, sin: runs in channel order, and whether the runs alternate, so that each of two runs has every other
+            channel.
+        rows: where the first token's row is: "start", "end" (rows and tokens end together), or "offset" (an argument).
+        heads: width of a head if x has all heads in its last dimension, or else 0.
+        axes: axes of x for batch, heads and tokens. Tables vary along the last one. Negative numbers are new axes.
+        index, order: index and permutation that view x as (B, H, N, D).
+        back_order, back_index: inverses of order and index.
+        shuffle: shape for regrouping the channels ``span`` before the rotation, as unflatten(-1, shuffle).mT. With
+            None, the channels keep their order.
+        pairs, rotary_dim, inverse: see :func:`rotate`.
     """
 
     cos: tuple[tuple[Run, ...], bool]
@@ -80,14 +86,18 @@ class Turn(NamedTuple):
 
 
 class RotationPlan(NamedTuple):
-    """Effect of the function on arguments of one kind; see :func:`describe`.
+    """Effect of the function on arguments of one kind (see :func:`describe`).
 
-    relations: one character per x: EQUAL, MORE or FEWER.
-    like_next: whether each turn equals the next. Stored because some versions of Dynamo can't compare slices.
-    form: type of the output, "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
-    broadcast_axes: axes of x along which a table may have a single row for all tokens.
-    required_sizes: dimensions with a required size, as (leaf, dimension, axis of x with this size or minus the size).
-    grids: replaces turns: the leaves with sizes (B, 3) and a complex table (L, D/2); see :func:`_run_on_grids`.
+    Attributes:
+        relations: one character for each x: EQUAL, MORE or FEWER.
+        like_next: whether each turn equals the next one. This is stored, because some versions of Dynamo can't compare
+            slices.
+        form: type of the output, "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
+        broadcast_axes: axes of x along which a table may have a single row for all tokens.
+        required_sizes: dimensions that must have a specific size, as (leaf, dimension, axis of x with this size). A
+            negative third number is minus the size.
+        grids: with this instead of turns, the leaves that hold sizes (B, 3) and a complex table (L, D/2). See
+            :func:`_run_on_grids`.
     """
 
     turns: tuple[Turn, ...]
@@ -130,8 +140,9 @@ def describe(value: Any, is_data: bool) -> Any:
 class _Side(NamedTuple):
     """Sizes of one x, as (B, H, N), and of its tables.
 
-    kept: first row and number of rows to use, if the tables have more rows than x has tokens. tokens: number of tokens,
-    if the tables have one row for all of them, else 0.
+    Attributes:
+        kept: first row and number of rows to use if the tables have more rows than x has tokens.
+        tokens: number of tokens if the tables have a single row for all tokens, or else 0.
     """
 
     sizes: tuple[int, ...]
@@ -141,9 +152,9 @@ class _Side(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """Plan for tensors of known sizes; ``launches`` is the number of tensors in each launch.
+    """Plan for tensors of known sizes. ``launches`` holds the number of tensors in each launch.
 
-    relations: relations at these sizes. If they differ from the plan's, these sizes need another plan.
+    If ``relations`` (at these sizes) differ from the plan's, these sizes need another plan.
     """
 
     plan: RotationPlan
@@ -153,7 +164,7 @@ class PreparedCall(NamedTuple):
 
 
 def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) -> tuple[Any, tuple[int, ...] | None]:
-    """Return an index and a permutation that arrange labelled dimensions like the target; None if not needed.
+    """Return an index and a permutation that arrange labelled dimensions like the target, or None if not needed.
 
     Dimensions of the target that are not in ``labels`` are added.
     """
@@ -172,7 +183,7 @@ def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) 
 
 
 def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> PreparedCall | None:
-    """Prepare a call with tensors of these sizes; return None if the tables don't fit."""
+    """Prepare a call with tensors of these sizes. Return None if the tables don't fit."""
     if plan.grids is not None:
         sizes, table = (leaves[i] for i in plan.grids)
         fits = sizes.shape == (len(xs[0]), 3) and 2 * table.shape[1] == xs[0].shape[3] and table.device == xs[0].device
@@ -216,7 +227,7 @@ def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: 
 
 
 def run_prepared(recipe: PreparedCall, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:
-    """Rotate xs as the function would, with our kernel; return None if it does not support the values in the leaves."""
+    """Rotate xs as the function would, but with our kernel. Return None if it doesn't support the leaves' values."""
     plan = recipe.plan
     if plan.detach_tables:
         leaves = [t.detach() for t in leaves]
@@ -299,7 +310,7 @@ def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] 
 
 
 def _run_on_grids(plan: RotationPlan, x: Tensor, leaves: list[Tensor], impl: Any) -> Tensor | None:
-    """Rotate as Wan does: the first tokens of each sample form its own grid (T, H, W), and the rest are unrotated."""
+    """Rotate as Wan does. The first tokens of each sample form a grid (T, H, W). The others are not rotated."""
     sizes, table = (leaves[i] for i in cast(tuple[int, int], plan.grids))
     grids, width = sizes.tolist(), table.shape[1]
     if not all(0 < t * h * w <= x.shape[1] and max(t, h, w) <= len(table) for t, h, w in grids):

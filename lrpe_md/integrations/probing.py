@@ -1,7 +1,7 @@
-"""Probing of a rotary function with small tensors, to find out what it computes.
+"""Find out what a rotary function computes by calling it with small tensors.
 
-All table entries get distinct values. If x is one in one channel of each pair and zero in the other, the output is the
-entry that multiplied it. This shows which table entries are that channel's cos and sin.
+All table entries get distinct values. If x is 1 in one channel of each pair and 0 in the other, the output shows which
+table entries multiplied x. These entries are the cos and sin of that channel.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def quietly(function: Callable[[], Any]) -> Any:
 
 
 def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
-    """Build an argument from its description; ``tensor`` supplies each tensor, and the offset."""
+    """Build an argument from its description. ``tensor`` returns each tensor, and the offset."""
     if not isinstance(entry, tuple):
         return entry
     if entry[0] in ("tuple", "list"):
@@ -95,9 +95,9 @@ class Probe:
     """A function to call with arguments of one kind.
 
     Args:
-        call: takes the arguments in order, and the tensors that replace its object's own.
-        key: descriptions of the arguments, then of the object's tensors and settings.
-        device: device of the calls; all tensors here are on the CPU.
+        call: function that takes the arguments in order, and tensors to use instead of those of its object.
+        key: descriptions of the arguments, followed by those of the object's tensors and settings.
+        device: device of the calls. All tensors in this module are on the CPU.
         widths: allowed widths of the outputs, as multiples of x's.
     """
 
@@ -116,7 +116,7 @@ class Probe:
         self.form: tuple[str, tuple[bool, ...]] = ("tensor", ())
         ranks = {e[1] for e in self.data}
         if len(ranks) != 1 or not ranks <= {2, 3, 4} or any(e[3] < 2 for e in self.data):
-            raise Unlike(0, "takes no tensors with 2, 3 or 4 dimensions that it could rotate")
+            raise Unlike(0, "takes no tensors with 2, 3 or 4 dimensions to rotate")
         self.axes = _AXES[ranks.pop() - 1]
 
     def arguments(self, xs: list[Tensor], leaves: list[Any]) -> list[Any]:
@@ -164,9 +164,10 @@ class Probe:
 class LeafShapes(NamedTuple):
     """Shapes of the leaves, and their number of rows.
 
-    labels: for each leaf and dimension, the axis of x with the same size, or the negative of a fixed size.
-    token: the axis along which tables may have more or fewer rows than x has tokens.
-    rows: number of rows, if an object owns the tables.
+    Attributes:
+        labels: for each dimension of each leaf, the axis of x with the same size, or minus a fixed size.
+        token: axis along which tables may have more or fewer rows than x has tokens.
+        rows: number of rows if an object owns the tables.
     """
 
     labels: tuple[tuple[int, ...], ...]
@@ -175,7 +176,7 @@ class LeafShapes(NamedTuple):
     rows: int | None = None
 
     def shapes(self, axes: tuple[int, ...], one_row: int | None = None, more_heads: int | None = None) -> Shapes:
-        """Return shapes, with a single row along ``one_row``, and the first x twice as long along ``more_heads``."""
+        """Return shapes with a single row along ``one_row``. The first x is twice as long along ``more_heads``."""
         table, xs = [*axes], [[*axes] for _ in self.relations]
         tokens = axes[self.token]
         rows = table[self.token] = self.rows or tokens + (0 if set(self.relations) == {EQUAL} else 2 + tokens % 2)
@@ -226,8 +227,13 @@ def layouts(probe: Probe, relations: str) -> Iterator[LeafShapes]:
 
 
 class Pairs(NamedTuple):
-    """Rotation of one x: its span of channels, the distance between the channels of a pair in the output and in x, and
-    cos and sin (axes of x, these channels). Distances are 0 for a map of each channel to its cos and sin.
+    """Rotation of one x.
+
+    Attributes:
+        span: range of rotated channels.
+        distance, distance_in_x: distance between the two channels of a pair, in the output and in x. Both are 0 for a
+            map from each channel to its cos and sin.
+        cos, sin: tensors (axes of x, channels of the span).
     """
 
     span: tuple[int, int]
@@ -241,7 +247,7 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
     """Measure how a function rotates the channels of x.
 
     Raises:
-        Unlike: it does not rotate pairs of channels.
+        Unlike: if the function does not rotate pairs of channels.
     """
     out, zeros = call(x), torch.zeros_like(x)
     if not torch.equal(out, call(x)):
@@ -256,7 +262,7 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
     start, width = changed[0], changed[-1] + 1 - changed[0]
 
     def respond(channels: Any) -> Tensor:
-        """Return the output for an x that is one in these changed channels and zero elsewhere."""
+        """Return the output for an x that is 1 in these channels of the changed range and 0 elsewhere."""
         ones = zeros.clone()
         ones[..., start : start + width][..., channels] = 1
         return call(ones).to(x.dtype)
@@ -297,9 +303,9 @@ def as_real(t: Tensor) -> Tensor:
 
 
 class Reading:
-    """Reading of rotations with coded tables, whose entries are distinct: evenly spaced from 0.5 up to 1.
+    """Rotations that were read with coded tables. All entries differ, and are evenly spaced from 0.5 up to 1.
 
-    The result is a guess from one set of sizes and values; :func:`compare` confirms it with others.
+    The result is a guess from one set of sizes and values. :func:`compare` confirms it with other sizes and values.
     """
 
     def __init__(self, probe: Probe, layout: LeafShapes) -> None:
@@ -331,7 +337,7 @@ class Reading:
         return leaf, torch.unravel_index(rest, tuple(shape))
 
     def turn(self, pairs: Pairs) -> Turn:
-        """Find the table entries that contain cos and sin, or the angles that they are computed from."""
+        """Find the table entries that contain cos and sin, or the angles from which they are computed."""
         rotates = ~((pairs.cos == 1) & (pairs.sin == 0)).all(-1)
         places = rotates.nonzero()
         box = tuple(slice(i, j + 1) for i, j in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True))
@@ -347,11 +353,11 @@ class Reading:
         else:
             if not self.total:
                 raise Unlike(
-                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles, in another "
-                    "argument or a tensor of its object. If the function computes them from positions, see recognise()"
+                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles in another "
+                    "argument or a tensor of the object. If the function computes them from positions, see recognise()"
                 )  # fmt: skip
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
-                raise Unlike(5, "negates cos, or exchanges cos and sin, which is not a rotation by the tables")
+                raise Unlike(5, "negates cos, or swaps cos and sin, so it does not rotate by the tables")
             what = "does not rotate pairs by the entries of its tables: it scales or mixes them, or uses other angles"
             raise Unlike(4, f"{what}; {_OWN_TABLES}")
         width, step = pairs.span[1] - pairs.span[0], 2 * pairs.distance
@@ -369,7 +375,7 @@ class Reading:
         return min(turns, key=lambda turn: len(turn.cos[0]) + len(turn.sin[0]))
 
     def turn_of_heads(self, pairs: Pairs, codes: tuple[Tensor, ...], box: tuple[slice, ...], head: int) -> Turn:
-        """Read the rotation for heads of this width in x's last dimension; 0 means its whole width."""
+        """Read the rotation for heads of this width in x's last dimension. 0 means the whole dimension."""
         (start, stop), num_axes, width = pairs.span, len(box), head or self.probe.data[0][3]
         if head:
             codes = tuple(t.unflatten(-1, (-1, head)) for t in codes)
@@ -393,10 +399,10 @@ class Reading:
                 if len({index - n for index, n in zip(column, numbers, strict=True)}) == 1:
                     begins[at] = column[0] - numbers[0]
                     return at
-            raise Unlike(5, "reads its tables in a different order than the tokens'")
+            raise Unlike(5, "reads its tables in an order that differs from the tokens'")
 
         def locate(numbers: Tensor, is_negated: bool) -> tuple[Any, ...]:
-            """Return leaf, sign and index of a channel whose entries have these numbers."""
+            """Return the leaf, the sign and the index of a channel whose entries have these numbers."""
             leaf, places = self.place(numbers)
             return leaf, is_negated, tuple(follow(tuple(place.tolist())) for place in places)
 
@@ -413,7 +419,7 @@ class Reading:
         if not followed:
             raise Unlike(5, "rotates all tokens by the same angles")
         axes = [a for a in range(len(box)) if a != followed[-1]]
-        if len(axes) == 1:  # batch if the tables vary along it, else heads
+        if len(axes) == 1:  # the batch axis if the tables vary along it, or else the heads axis
             axes.insert(axes[0] in followed, -1)
         axes = (*range(len(axes) - 2, 0), *axes, followed[-1])
         labels = [*range(len(box)), "channels"]
@@ -435,7 +441,7 @@ class Reading:
         )  # fmt: skip
 
     def view(self, entries: list[Any], axes: tuple[int, ...], may_alternate: bool) -> tuple[tuple[Run, ...], bool]:
-        """Return the entries of the channels as few runs, and whether the runs alternate."""
+        """Return the entries of the channels in as few runs as possible, and whether the runs alternate."""
         found, alternate = gather(entries), False
         if may_alternate and len(found) > 1:
             by_turns = [run for i in (0, 1) for run in gather(entries[i::2])]
@@ -483,7 +489,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
     """Find out what ``call`` does with arguments of this kind.
 
     Raises:
-        Unlike: it is not a rotation by its tables, or not one that the operator supports.
+        Unlike: if it is not a rotation by its tables, or if the operator doesn't support the rotation.
     """
     probe = Probe(call, key, device)
     failure, num_answers = Unlike(-1, "takes no arguments of this kind"), 0
@@ -495,7 +501,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
             error = e
         except Exception as e:  # a third-party function may raise anything
             error = Unlike(0, f"raises {type(e).__name__} with all kinds of tables that drop_in knows: {e}")
-            if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # not caused by the sizes
+            if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # the sizes are not the cause
                 num_answers = _MOST_ANSWERS
         failure, num_answers = max(failure, error, key=operator.attrgetter("depth")), num_answers + (error.depth >= 4)
         if num_answers >= _MOST_ANSWERS:
@@ -504,14 +510,14 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
 
 
 def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
-    """Read the rotations for one layout, then verify the plan at other sizes, with the call's dtypes and gradients."""
+    """Read the rotations for one layout. Verify the plan at other sizes, and with the call's dtypes and gradients."""
     probe.offset = min(probe.offset, 1)
     turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
     probe.offset *= 2
     if len({t.inverse for t in turns}) > 1:
         raise Unlike(5, "rotates its tensors by opposite angles")
     if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
-        raise Unlike(5, "has tables that vary along a dimension other than the tokens'")
+        raise Unlike(5, "has tables that vary along a dimension other than that of the tokens")
     like_next = (*map(operator.eq, turns, turns[1:]), False)
     plan = RotationPlan(turns, like_next, layout.relations, probe.form, (torch.float32,) * len(turns))
     if not compare(probe, plan, probe.inputs(shapes, 2)):
@@ -551,7 +557,7 @@ def make_grid_plan(probe: Probe) -> RotationPlan:
 
 
 def find_required_sizes(probe: Probe, plan: RotationPlan, layout: LeafShapes) -> tuple[tuple[int, int, int], ...]:
-    """Return the dimensions of leaves whose sizes matter although they follow no axis of x: see RotationPlan."""
+    """Return the dimensions of leaves that follow no axis of x but whose sizes matter. See RotationPlan."""
     runs = [run for turn in plan.turns for run in (*turn.cos[0], *turn.sin[0])]
     follows = {(run.leaf, dim): at for run in runs for dim, at in run.follows}
     tables, positions = {run.leaf for run in runs}, {at.positions for at in follows.values()}
@@ -569,7 +575,7 @@ def find_required_sizes(probe: Probe, plan: RotationPlan, layout: LeafShapes) ->
 
 
 def compare(probe: Probe, plan: RotationPlan, inputs: Tensors) -> bool:
-    """Return whether plan and function agree; False if either rejects these sizes."""
+    """Return whether the plan and the function agree. The result is False if either rejects these sizes."""
     xs, leaves = inputs
     try:
         expected = probe.run(xs, leaves)
@@ -586,14 +592,14 @@ def compare(probe: Probe, plan: RotationPlan, inputs: Tensors) -> bool:
 
 
 def are_close(outs: Any, expected: list[Tensor], tolerance: float = 2e-5) -> bool:
-    """Compare outputs, in any form, with tensors."""
+    """Compare the outputs of a function, in any form, with tensors."""
     outs = [outs] if isinstance(outs, Tensor) else [o for o in outs or () if o is not None]
     pairs = [(as_real(a).double(), as_real(b).double()) for a, b in zip(outs, expected, strict=True)]
     return all(a.shape == b.shape and (a - b).abs().max() <= tolerance * (b.abs().max() + 1) for a, b in pairs)
 
 
 def complete(probe: Probe, plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor]) -> RotationPlan:
-    """Compare gradients, and outputs in the call's dtypes; record whether autocast changes the outputs."""
+    """Compare gradients, and outputs in the call's dtypes. Record whether autocast changes the outputs."""
 
     def ours() -> list[Tensor]:
         out = run_prepared(cast(PreparedCall, prepare(plan, xs, leaves, probe.offset)), xs, leaves, "reference")

@@ -1,4 +1,4 @@
-"""Recognition of third-party rotary code as arguments of :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`."""
+"""Find the arguments of :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine` that correspond to third-party rotary code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .probing import Probe, firsts, name_pairs, quietly, read_pairs
 
 __all__ = ["Arguments", "Recognised", "recognise"]
 
-_ANGLE = 1e-3  # radians: allows for rounding of a float32 table over a grid
+_ANGLE = 1e-3  # radians; float32 tables are rounded by less than this on a grid
 
 
 class Arguments(dict[str, Any]):
-    """Keyword arguments of rotate or cosine, printed as the corresponding call."""
+    """Keyword arguments of rotate or cosine. They print as the corresponding call."""
 
     def __init__(self, function: str, values: dict[str, Any], notes: str) -> None:
         super().__init__(values)
@@ -39,16 +39,17 @@ class Arguments(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Recognised:
-    """A recognised function, as arguments of this library.
+    """Description of a recognised function as a call to this library.
 
     Args:
-        arguments: arguments of rotate or cosine: ``rotate(x, **found.arguments)`` equals the function of x.
+        arguments: arguments of rotate or cosine. ``rotate(x, **found.arguments)`` returns the same as the function.
         map: "rotate" or "cosine".
-        axes: for each pair (cosine map: channel), the axis it depends on; None if it depends on several or none.
-        axis_order: "major_first" if the slowest axis has the first channels, "minor_first" for the fastest; None for
-            any other order.
+        axes: for each pair (or channel, for the cosine map), the axis on which it depends, or None for several or no
+            axes.
+        axis_order: "major_first" if the slowest axis has the first channels, "minor_first" if the fastest axis has
+            them, or None for any other order.
         theta: base of the geometric series of each axis, or None if the series is not geometric.
-        error: largest difference from the function, for x of standard deviation 1.
+        error: largest difference from the function, for x with a standard deviation of 1.
     """
 
     arguments: Arguments
@@ -71,23 +72,24 @@ def recognise(
     prefix: int = 0,
     device: torch.device | str = "cpu",
 ) -> Recognised:
-    """Find arguments of :func:`rotate` or :func:`cosine` that reproduce a function.
+    """Find arguments with which :func:`rotate` or :func:`cosine` reproduces a function.
 
     Args:
-        function: takes x (1, H, N, D), or q and k, and returns them rotated; it must compute its own positions.
-        head_dim: D.
-        shape: grid of its tokens, slowest axis first: (H, W), (T, H, W), or N for a sequence.
-        num_heads: H; more than 1 if frequencies differ by head.
-        prefix: number of unrotated tokens in front.
-        device: device to call it on.
+        function: function that takes x (1, H, N, D), or q and k, and returns them rotated. It must compute the
+            positions itself.
+        head_dim: number of channels per head, D.
+        shape: grid of the tokens, slowest axis first: (H, W), (T, H, W), or N for a sequence.
+        num_heads: number of heads, H. It must be above 1 if frequencies differ between heads.
+        prefix: number of unrotated tokens before the grid.
+        device: device on which to call the function.
 
     Returns:
-        A :class:`Recognised`, which prints as the call. Frequencies above half a turn per token are reported as smaller
-        ones that are equivalent on this grid.
+        a :class:`Recognised`, which prints as the call. Frequencies above half a turn per token are reported as smaller
+        frequencies that are equivalent on this grid.
 
     Raises:
-        TypeError: the function is not a rotation (or cosine map) with angles linear in the positions; the message says
-            what it does.
+        TypeError: if the function is not a rotation (or cosine map) whose angles are linear in the positions. The
+            message says what it does instead.
     """
     grid = Grid(tuple(shape) if isinstance(shape, Iterable) else (shape,), prefix=prefix)
     if head_dim < 2 or num_heads < 1 or grid.num_grid_tokens < 2:
@@ -194,7 +196,7 @@ def _mean_angle(t: Tensor, dim: int) -> Tensor:
 
 
 def _measure(angles: Tensor, dim: int) -> Tensor:
-    """Return the angle per step along a dimension, (H, C), refined over increasing distances."""
+    """Return the angle (H, C) per step along a dimension. It is refined over increasing distances."""
     size = angles.shape[dim]
     step, lag = torch.zeros(angles.shape[:2], dtype=angles.dtype), 1
     while lag < size:
@@ -205,7 +207,7 @@ def _measure(angles: Tensor, dim: int) -> Tensor:
 
 
 def _find_shift(omega: Tensor, phase: Tensor) -> tuple[float, ...] | None:
-    """Return the position of the first token on each axis, if that explains the phase."""
+    """Return the position of the first token on each axis if this explains the phase."""
     flat, angles = omega.flatten(0, 1), phase.flatten()
     for slow in (flat.norm(dim=-1).argsort()[:n] for n in (2 * flat.shape[-1], len(flat))):
         shift = torch.linalg.lstsq(flat[slow], angles[slow, None], driver="gelsd").solution[:, 0]
@@ -216,7 +218,7 @@ def _find_shift(omega: Tensor, phase: Tensor) -> tuple[float, ...] | None:
 
 
 def _describe(omega: Tensor) -> tuple[tuple[int | None, ...], str | None, tuple[float | None, ...], str]:
-    """Return each channel's axis, the order of axes, the base of each axis, and a comment describing them."""
+    """Return each channel's axis, the axis order, the base of each axis, and a comment that describes these."""
     used = (omega.abs().amax(0) > 0).tolist()
     axes = tuple(row.index(True) if sum(row) == 1 else None for row in used)
     known = [a for a in axes if a is not None]

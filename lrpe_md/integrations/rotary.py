@@ -1,8 +1,8 @@
-"""Replace the functions that rotate q and k in third-party models with our kernels.
+"""In third-party models, replace the functions that rotate q and k with calls to our kernels.
 
-Nothing here depends on a particular library. Each function that a module looks up by name is passed to :func:`drop_in`,
-and the supported ones are replaced in a copy of the module's methods. The kernel reads the cos and sin that the model
-computes.
+Nothing here depends on a particular library. We pass each function that a module looks up by name to :func:`drop_in`.
+If the function is supported, it is replaced in a copy of the module's methods. The kernel reads the cos and sin that
+the model computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["adapt_rotary", "exchanged_names", "is_pipeline", "models_of", "parts
 
 Model = TypeVar("Model")
 _ENTRIES = ("__call__", "forward")
-_SAVED = "_lrpe_attributes"  # key in an object's dict for the originals of its replaced attributes
+_SAVED = "_lrpe_attributes"  # key in an object's dict for the originals of replaced attributes
 _ROTATES = re.compile(r"(apply|turn).*(rot|rope)|rotat|(rot|rope).*(apply|emb)", re.IGNORECASE)
 _SWITCH = re.compile(r"(use_)?(rope|rotary)(_(emb|pos)\w*)?")  # settings that turn RoPE off
 _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "tensor", "t", "hidden_states"}
@@ -37,7 +37,7 @@ _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "
 
 
 class DropIns(NamedTuple):
-    """Mapping from each rotary function to our replacement; always the same object.
+    """Maps each rotary function to our replacement, which is always the same object.
 
     Args:
         impl: see :func:`lrpe_md.rotate`.
@@ -53,9 +53,9 @@ class DropIns(NamedTuple):
         return None if isinstance(found, str) else found
 
     def refine(self, method: FunctionType, copied: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the method of a known class with more operations fused, and the attributes that it needs, as a pair.
+        """Return the method of a known class with more operations fused, and the attributes that this method needs.
 
-        copied: the method with its functions replaced, or None if none of them was.
+        ``copied`` is the method with replaced functions, or None if no function was replaced.
         """
         if find_core(method) is not None:
             return replace_core(method, copied or method, self.impl), {}
@@ -83,7 +83,7 @@ def _drop_in(function: Any, impl: Impl) -> Any:
 
 
 def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
-    """Return the names of functions that look like rotations, with a description of what they do instead."""
+    """Return the names of functions that look like rotations but are not, with descriptions of what they do instead."""
     refused: dict[str, str] = {}
     for function in filter(_is_candidate, functions):
         inner, reason = _unwrap(function), _drop_in(function, impl)
@@ -117,7 +117,7 @@ def is_pipeline(model: Any) -> bool:
 
 
 def models_of(model: Any) -> dict[str, nn.Module]:
-    """Return a model, or the models of a pipeline by name, without text encoders, which come from transformers."""
+    """Return a model, or a pipeline's models by name, excluding text encoders, which come from transformers."""
     if not is_pipeline(model):
         return {"": model}
     return {
@@ -162,25 +162,25 @@ def exchanged_names(part: Any) -> list[str]:
 def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
     """Rotate q and k with :func:`lrpe_md.rotate` in a built model of any library, or in the denoisers of a pipeline.
 
-    This changes the model in place and returns it. Functions that its modules and attention processors call by name to
-    rotate q and k are replaced by equivalent ones (:func:`drop_in`). Only this model changes, not others of the same
-    classes. Parameters, their names, hooks, optimizers and the state_dict stay the same. The model still computes its
-    own cos and sin. Learned, scaled or replaced frequencies and hooks on its rotary module therefore work as before,
-    even if they are set later. The linear attention of SANA-Video and SANA-WM is replaced as a whole by
-    :func:`lrpe_md.linear_attention`.
+    This changes the model in place, and returns it. If modules and attention processors call a function by name to
+    rotate q and k, this function is replaced with an equivalent one (:func:`drop_in`). Other models of the same classes
+    don't change. Parameters, their names, hooks, optimizers and the state_dict stay the same. The model still computes
+    its own cos and sin. So hooks on its rotary module, and frequencies that are learned, scaled or replaced, work as
+    before, even if you set them later. In SANA-Video and SANA-WM, :func:`lrpe_md.linear_attention` replaces the whole
+    linear attention.
 
     Args:
-        model: an ``nn.Module``, or a diffusers pipeline, whose text encoders are left unchanged.
+        model: an ``nn.Module``, or a diffusers pipeline. A pipeline's text encoders stay unchanged.
         impl: see :func:`lrpe_md.rotate`.
-        verbose: print what was adapted, and what was left unchanged and why.
+        verbose: whether to print what was adapted, and what was left unchanged and why.
 
-    If a function looks rotary but can't be replaced, it is left unchanged and a warning names it. Adapt before
-    ``torch.compile``. :func:`restore_rotary` undoes the change. You can adapt a model again after you set attention
-    processors or functions.
+    If a function looks rotary but can't be replaced, it stays unchanged, and a warning names it. Adapt the model before
+    you call ``torch.compile``. :func:`restore_rotary` undoes the change. After you set attention processors or
+    functions, you can adapt the model again.
 
     Raises:
-        TypeError: not a model, or a model without functions that can be replaced; the message says why.
-        ValueError: a part was sharded (``fully_shard``) after it was adapted; the model is left unchanged.
+        TypeError: if this is not a model, or no function can be replaced. The message says why.
+        ValueError: if a part was sharded (``fully_shard``) after it was adapted. The model is then unchanged.
     """
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
@@ -194,8 +194,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     if not changes:
         reasons = "; ".join(f"rejected {name}, which {reason}" for name, reason in refused.items())
         raise TypeError(
-            "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding to one "
-            "that has none, use lrpe_md.adapt for timm's ViT, else lrpe_md.adapt_attention), got "
+            "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding, "
+            "use lrpe_md.adapt for timm's ViT, or lrpe_md.adapt_attention for other models), got "
             f"{type(model).__module__}.{type(model).__qualname__}; {reasons or 'found no such function'}"
         )
     for path, (cls, attributes) in changes.items():
@@ -216,9 +216,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
 
 
 def find_rotary(model: nn.Module) -> list[str]:
-    """Return the names of modules and processors that call a rotary function or are adapted, unless RoPE is off.
+    """Return the names of modules and processors that call a rotary function or are adapted. Return [] if RoPE is off.
 
-    It is off if the settings with rotary names, of the model and its configuration, are all None or False.
+    RoPE is off if all settings with rotary names in the model and its configuration are None or False.
     """
     settings = {**getattr(getattr(model, "config", None), "__dict__", {}), **vars(model), **model._modules}
     switches = [value for name, value in settings.items() if _SWITCH.fullmatch(name)]
@@ -230,10 +230,10 @@ def find_rotary(model: nn.Module) -> list[str]:
 
 
 def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
-    """Return the new class and the replaced instance attributes of each object to change, by path."""
+    """For each object to change, by path, return the new class and the instance attributes to replace."""
     kinds = {type(part) for part in found.values() if not type(part).__module__.startswith("torch.")}
     methods = [method for cls in kinds for method in copies.find_methods(cls, _ENTRIES).values()]
-    # Methods that others call, such as ``self.rope.rotate``
+    # methods that other methods call, such as ``self.rope.rotate``
     called = {path[1] for method in methods for path in copies.read_own(method) if len(path) > 1}
     entries = [*_ENTRIES, *sorted(called - {*_ENTRIES})]
     classes: dict[type, Any] = {}
@@ -272,6 +272,6 @@ def _restore(found: dict[str, Any]) -> None:
 
 
 def restore_rotary(model: Model) -> Model:
-    """Undo :func:`adapt_rotary`, in place; a model that is not adapted is unchanged."""
+    """Undo :func:`adapt_rotary` in place. A model that is not adapted stays unchanged."""
     _restore(parts(model))
     return model

@@ -1,9 +1,9 @@
-"""Change frequencies, amplitudes and places of a whole model between two steps of diffusion or streaming.
+"""Change the frequencies, amplitudes and places of a whole model between two steps of diffusion or streaming.
 
 This works for models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``).
 It also works for models from other libraries whose tables follow a known formula (:mod:`.table_modules`): timm's ViTs
 with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same rotary modules, and vision towers of
-transformers. Scale language models in their configuration.
+transformers. To scale a language model, change its configuration instead.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ class Scaled(NamedTuple):
     pairs: list[tuple[Tensor, Tensor]]
 
     def apply(self) -> None:
-        """Copy them into the model, in one launch per dtype and without synchronisation."""
+        """Copy the values into the model, with one launch per dtype and without synchronisation."""
         with torch.no_grad():
             copy_together(self.pairs)
 
 
 def set_scaling(model: Any, scaling: Scalings) -> None:
-    """Scale the trained frequencies of all encodings in ``model`` from now on, in place.
+    """Scale the trained frequencies of all encodings in ``model``, in place.
 
-    This does not synchronise, recompile or recapture, except the first time, when the model gets new buffers. Call
-    ``set_scaling(model, None)`` once before ``torch.compile`` or a CUDA graph capture. The buffers are not in the
-    state_dict. Frozen programs (Inductor's ``freezing``, exported ones) keep their values.
+    Nothing synchronises, and you don't need to recompile or recapture a CUDA graph. However, the first call adds
+    buffers to the model. So call ``set_scaling(model, None)`` once before ``torch.compile`` or a CUDA graph capture.
+    The buffers are not in the state_dict. Frozen programs (exported, or compiled with Inductor's ``freezing``) keep
+    their values.
 
     Args:
         model: a module with encodings, or a diffusers pipeline.
-        scaling: a function of theta (E,), or (H, E) if heads differ, that returns a scaled theta of the same shape and
-            an amplitude, a number or (E,). Typically a ``*_scaling`` of ``lrpe_md.frequencies`` with its arguments
-            bound. Pass one for all axes, or one per axis, slowest first, with None for unchanged axes. It receives the
-            frequencies of an axis in channel order, in float64 on their device. None restores the trained ones.
-            Learned frequencies stay trainable; their present values are scaled.
+        scaling: a function of theta (E,), or (H, E) if heads differ. It returns a scaled theta of the same shape, and
+            an amplitude, which is a number or (E,). Usually, this is a ``*_scaling`` function from
+            ``lrpe_md.frequencies`` with its arguments bound. Pass one function for all axes, or one per axis, slowest
+            first, with None for unchanged axes. It receives the frequencies of an axis in channel order, in float64 on
+            their device. None restores the trained frequencies. Learned frequencies stay trainable, and their current
+            values are scaled.
 
-    The amplitude applies to the pairs of its axis and to rotated tokens. A prefix, such as text that a preset places at
-    zero, keeps 1.
+    The amplitude applies to the pairs of its axis, in rotated tokens. A prefix, such as text that a preset places at
+    zero, keeps an amplitude of 1.
 
     Raises:
-        ValueError: no encoding, a wrong number of axes, frequencies that combine several axes (mixed), or an adapted
-            language model.
+        ValueError: if there is no encoding, the number of axes is wrong, frequencies combine several axes (mixed), or
+            the model is an adapted language model.
     """
     prepare_scaling(model, scaling).apply()
 
@@ -65,7 +67,7 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
 def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     """Prepare the changes of :func:`set_scaling`, so that ``prepare_scaling(..).apply()`` in a loop costs one launch.
 
-    The result depends on the current frequencies and device: prepare again after an optimizer step or ``.to``.
+    The result depends on the current frequencies and device, so call this again after an optimizer step or ``.to``.
 
         steps = [prepare_scaling(dit, (partial(dype_ntk_scaling, factor=2.0, time=t),) * 2) for t in times]
         for step, t in zip(steps, times):
@@ -86,13 +88,14 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
 
 
 def set_places(model: Any, axis: int, places: Tensor | None) -> None:
-    """Place index i of a grid axis at ``places[i]`` in all encodings from now on; None restores the original positions.
+    """In all encodings, move index i of a grid axis to position ``places[i]``. None restores the original positions.
 
-    For coordinates that change between steps: :func:`lrpe_md.positions.relative_times` of a stream, or a jump between
-    scenes. Calls :meth:`FrequencyModule.set_places` of each, which works in place if the length is unchanged.
+    Use this for coordinates that change between steps, such as the :func:`lrpe_md.positions.relative_times` of a
+    stream, or a jump between scenes. It calls :meth:`FrequencyModule.set_places` of each encoding, which works in place
+    if the length stays the same.
 
     Raises:
-        ValueError: no encoding, an axis that one of them lacks, or places that are not (n,).
+        ValueError: if there is no encoding, one of them lacks the axis, or places don't have the shape (n,).
     """
     modules = {path: module for path, module in _find(model).items() if module.num_axes > 1}  # text has one axis
     if not modules:
@@ -105,7 +108,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
 
 
 def _find(model: Any) -> dict[str, Any]:
-    """Return encodings by name. If there are none, add encodings to modules that make tables."""
+    """Return all encodings by name. If there are none, add encodings to modules that compute tables."""
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
     modules = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
@@ -137,7 +140,7 @@ def _compute_scaling(path: str, module: Any, scalings: list[Scaling | None]) -> 
 
 
 def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
-    """Return the channels of each axis, read once per device; channels with frequency zero belong to none."""
+    """Return the channels of each axis, which are read once per device. Channels with frequency 0 belong to no axis."""
     known = vars(module).setdefault("_channels_of_axes", {})
     if trained.device not in known:
         used = (trained != 0).any(0)

@@ -1,8 +1,8 @@
-"""Frequencies of other libraries' rotary modules, to scale them at run time (:mod:`.run_time`).
+"""Frequencies of other libraries' rotary modules, so that :mod:`.run_time` can scale them.
 
-The module still computes its own tables. Changes by ``set_scaling`` and ``set_places`` are applied to them as a
-rotation by the difference of the angles, which is exactly zero as long as nothing is changed. Frequencies and positions
-come from a known formula for the module, which is checked against its tables.
+A module still computes its own tables. ``set_scaling`` and ``set_places`` then rotate the tables by the difference of
+the angles, which is exactly zero as long as nothing is changed. Frequencies and positions come from a known formula for
+the module, which we compare with its tables.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _BOUND = 1e-4  # tolerance of table entries: some modules compute angles in floa
 
 
 class TableFrequencies(RotateMd):
-    """Frequencies of a module that makes tables; float64 even if the model is cast.
+    """Frequencies of a module that computes tables. They stay in float64 if the model is cast.
 
     Args:
-        omega: (C, K).
+        omega: frequencies (C, K).
         device: device of the frequencies.
     """
 
@@ -69,7 +69,7 @@ def _return_omega(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor
 
 
 def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
-    """Return angles (N, C) in float64, without a matrix product, which autocast and TF32 would affect."""
+    """Return angles (N, C) in float64. This avoids matrix products, which autocast and TF32 would affect."""
     where = where.explicit(device) if isinstance(where, Grid) else where
     return (where.coords.to(device, torch.float64)[..., None, :] * omega.to(device)).sum(-1)
 
@@ -78,11 +78,11 @@ def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
 
 
 class Formula(NamedTuple):
-    """Formula of a module's tables: cos and sin, or one tensor with sines followed by cosines.
+    """Formula for a module's tables, which are cos and sin, or one tensor with sines followed by cosines.
 
     Args:
-        omega: frequencies (C, K), float64.
-        locate: (module, settings, \\*arguments of the method) → positions of the tokens.
+        omega: frequencies (C, K) in float64.
+        locate: function (module, settings, \\*arguments of the method) that returns the positions of the tokens.
         settings: extra argument for ``locate``.
         order: channel order of the tables, "interleaved" or "half".
         method: name of the method that returns the tables.
@@ -108,7 +108,7 @@ class Formula(NamedTuple):
         return t.reshape(*like.shape[:-1], t.shape[-1])
 
     def apply_changes(self, rope: Any, made: Any, *args: Any) -> Any:
-        """Apply changed frequencies and places to the tables that a module made."""
+        """Apply changed frequencies and places to the tables that a module has computed."""
         cos, sin = _split(made)
         change, gain = rope.rotation.difference(self.locate(rope, self.settings, *args), cos.device)
         wide = torch.promote_types(cos.dtype, torch.float32)
@@ -126,7 +126,7 @@ def _split(made: Any) -> tuple[Tensor, Tensor]:
 
 
 def _axial(*series: Tensor) -> Tensor:
-    """Return frequencies (C, K), with the series of the axes in consecutive channels."""
+    """Return frequencies (C, K), where each axis has consecutive channels."""
     return torch.block_diag(*[s.double()[:, None] for s in series])
 
 
@@ -135,13 +135,13 @@ def _powers(dims: Sequence[int], base: float) -> Tensor:
 
 
 def _locate_ids(rope: Any, settings: tuple[int, bool], *args: Any) -> Coordinates:
-    """Return the positions argument; settings: its index, and whether it is (K, N) instead of (N, K)."""
+    """Return the positions argument. ``settings`` is its index, and whether it is (K, N) instead of (N, K)."""
     index, axes_first = settings
     return Coordinates((args[index].T if axes_first else args[index]).float())
 
 
 def _locate_patches(rope: Any, settings: tuple[Sequence[int], Any], x: Tensor, *args: Any) -> Grid:
-    """Return the grid of an image or a video (B, C, ..); settings: patch size, and normalisation of coordinates."""
+    """Return the grid of an image or video (B, C, ..). ``settings`` holds the patch size and the coordinates' rule."""
     patch, by = settings
     grid = Grid(tuple(n // p for n, p in zip(x.shape[-len(patch) :], patch, strict=True)))
     return grid if by is None else grid.cells(by)
@@ -154,11 +154,11 @@ def _locate_timm(rope: Any, by: Any, shape: Any = None, *args: Any) -> Grid:
     return grid if rope.ref_feat_shape is None else grid.interpolate(rope.ref_feat_shape)
 
 
-# Each returns a module's formula on the CPU and arguments to check it with, or None for other kinds of modules.
+# Each function returns a module's formula on the CPU and arguments to check it with, or None for other modules.
 
 
 def _read_ids(rope: Any) -> _Found:
-    """Read the formula of diffusers' FLUX and similar models, with ids (N, K) of text and image."""
+    """Read the formula of diffusers' FLUX and similar models, which have ids (N, K) for text and image."""
     if not (hasattr(rope, "axes_dim") and hasattr(rope, "theta")):
         return None
     ids = torch.arange(3.0)[:, None] + torch.arange(len(rope.axes_dim))
@@ -223,7 +223,7 @@ def read_formula(path: str, module: nn.Module) -> Formula:
     """Return the formula of a module's tables.
 
     Raises:
-        ValueError: no formula matches its tables, or it is on the meta device.
+        ValueError: if no formula matches the tables, or the module is on the meta device.
     """
     twin = copy.deepcopy(module) if any(b.is_meta for b in module.buffers()) else copy.deepcopy(module).cpu().eval()
     with torch.device("cpu"):
@@ -237,7 +237,7 @@ def read_formula(path: str, module: nn.Module) -> Formula:
 
 
 def makes_tables(module: Any) -> bool:
-    """Return whether a module looks as if it makes cos and sin tables, unlike an attention layer with such a name."""
+    """Return whether a module seems to compute cos and sin tables, unlike an attention layer with a rotary name."""
     if any(isinstance(part, nn.Linear) for part in module.modules()):
         return False
     name = type(module).__name__.lower()
@@ -248,7 +248,7 @@ def makes_tables(module: Any) -> bool:
 
 
 class StandIn(NamedTuple):
-    """Recipe to derive a module's class, see :class:`.copies.Recipe`."""
+    """Recipe for deriving a module's class. See :class:`.copies.Recipe`."""
 
     method: str
 
@@ -267,9 +267,10 @@ def _with_changes(method: Any) -> Any:
 
 
 def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, TableFrequencies]:
-    """Make the tables of modules follow scalable frequencies, and return these by module name.
+    """Make the tables of modules follow frequencies that can be scaled. Return these frequencies by module name.
 
-    device: that of the frequencies for a module without tensors. All modules are left unchanged if one has no formula.
+    ``device`` is the device of the frequencies for a module without tensors. If one module has no formula, no module
+    changes.
     """
     formulas = {path: read_formula(path, module) for path, module in modules.items()}
     for path, formula in formulas.items():

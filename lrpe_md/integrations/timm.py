@@ -1,11 +1,11 @@
 """Relative positions for timm's VisionTransformer: ``adapt(model, "cosine")`` converts it to the class in this module.
 
-Weights and their names are the same as in timm; learned frequencies (``encoding.*``) and decays (``*.decay.logit``) are
-the only additional keys of the state_dict. ``lrpe_md.models.vit`` registers new models with timm.
+Weights and their names are the same as in timm. The state_dict has additional keys only for learned frequencies
+(``encoding.*``) and decays (``*.decay.logit``). ``lrpe_md.models.vit`` registers new models with timm.
 
 The backbone owns the encoding, computes the positions once per forward, and passes both to its blocks. timm's blocks
-pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the mask. No
-state of a forward is stored on a module, so that activation checkpointing recomputes with the right positions.
+pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the mask. A
+forward stores no state on a module, so that activation checkpointing recomputes with the right positions.
 
 Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
 """
@@ -63,7 +63,7 @@ __all__ = [
     "LrpeAttention", "LrpePatchEmbed", "LrpeVisionTransformer", "adapt", "checkpoint_filter_fn", "with_own_frequencies",
 ]  # fmt: skip
 
-# torch.fx, and so create_feature_extractor, treats each of these as one node.
+# torch.fx (and therefore create_feature_extractor) treats each of these functions as one node.
 torch.fx.wrap("attend_linearly")
 torch.fx.wrap("encode")
 torch.fx.wrap("grid_size")
@@ -73,16 +73,17 @@ BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)  
 
 
 class LrpeAttention(Attention):
-    """timm's attention, with the same parameters, which encodes q and k as the :class:`Context` specifies.
+    """timm's attention with the same parameters. It encodes q and k as the :class:`Context` specifies.
 
-    Without a Context (``attn_mask`` is None or a mask) it is timm's attention. ``attention`` is "softmax" or "linear";
-    ``normalizer`` is that of :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` determine how the state
-    forgets. ``feature_act`` replaces the encoding's activation.
+    Without a Context (if ``attn_mask`` is None or a mask), it works like timm's attention. ``attention`` is "softmax"
+    or "linear". For ``normalizer``, see :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` determine how the
+    state forgets. ``feature_act`` replaces the encoding's activation.
 
-    The backward of softmax attention keeps the encoded q and k, and the projection's output for v: five units of B·N·C,
-    where attention without an encoding keeps three. ``copy_v`` copies v to keep only three, unless the encoding has an
-    activation or learned frequencies. ``keep_encoded=False`` keeps only the projection's output, and re-encodes q and k
-    in the backward; it has no effect under checkpointing or with ``timm.layers.set_fused_attn(False)``.
+    For the backward, softmax attention stores the encoded q and k, and, because of v, the projection's output. These
+    are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so that only
+    three are stored, unless the encoding has an activation or learned frequencies. ``keep_encoded=False`` only stores
+    the projection's output, and re-encodes q and k in the backward. It has no effect under checkpointing or after
+    ``timm.layers.set_fused_attn(False)``.
     """
 
     attention: AttentionKind = "softmax"
@@ -93,7 +94,7 @@ class LrpeAttention(Attention):
     keep_encoded: bool = True
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Compute attention, x (B, N, C) → (B, N, C)."""
+        """Compute attention for x (B, N, C)."""
         context = attn_mask if isinstance(attn_mask, Context) else Context(None, None, attn_mask)
         encoding, positions, mask = context.encoding, context.positions, context.attn_mask
         gate = None if self.gate is None else self.gate(x).sigmoid()
@@ -132,7 +133,7 @@ class LrpeAttention(Attention):
         return (q, k) if encoding is None else encode(encoding, q, k, positions, is_causal, norm)
 
     def _project(self, x: Tensor, gate: Tensor | None) -> Tensor:
-        """Project the attention's output, (B, H, N, D) → (B, N, C)."""
+        """Project the attention's output (B, H, N, D) to (B, N, C)."""
         x = self.norm(x.transpose(1, 2).flatten(2))
         if gate is not None:
             x = x * gate
@@ -146,7 +147,7 @@ class LrpeAttention(Attention):
 
 
 def _weight_dtype(linear: Any, output: Tensor) -> torch.dtype:
-    """Return the dtype of a linear layer's weight, or the output's if the weight is quantised."""
+    """Return the dtype of a linear layer's weight, or that of its output if the weight is quantised."""
     weight = linear.weight  # a method in torch.ao's quantised layers
     return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else output.dtype
 
@@ -165,7 +166,7 @@ def encode(
 
 
 def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
-    """Return the grid of tokens (B, H, W, C), because some embeddings round up; otherwise the expected grid."""
+    """Return the grid of tokens (B, H, W, C), which some embeddings round up, or else the expected grid."""
     return tuple(x.shape[1:3]) if x.ndim == 4 else (height, width)
 
 
@@ -182,9 +183,9 @@ def lay_out_patches(
 
 
 class LrpePatchEmbed(PatchEmbed):
-    """timm's patch embedding, changed to compile into one graph for all sizes.
+    """timm's patch embedding, changed so that it compiles to one graph for all sizes.
 
-    timm's size check formats the size into its message, so that each size needs a new graph.
+    timm's size check includes the size in its message, so each size would need a new graph.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -201,36 +202,45 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     """timm's VisionTransformer with an encoding of q and k.
 
     Args:
-        encoding: "cosine", "rotate", "mixed"; a name from :func:`lrpe_md.list_presets`, such as "eva02", or a Scheme or
-            Preset, with its positions; an ``nn.Module``, called as ``module(q, k, positions=positions)`` with q, k
-            (B, H, N, D) and shared by all layers; a factory ``(head_dim, num_heads) -> nn.Module``, called once per
-            layer. None (default) or "none": no encoding. See :func:`.encoding.build_encoding`. Class and register
-            tokens are not rotated.
-        encoding_kwargs: options of the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
-        absolute: "none"; "learned": timm's table, resampled to the input's grid; "sincos": computed for it.
-        attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`) for all layers, or a sequence of kinds that
-            is repeated over the depth: ("linear", "linear", "linear", "softmax"). Linear layers default to act="relu".
-        normalizer: for linear attention: "unrotated", "encoded" or "none".
-        memory: how linear layers forget, frame by frame. Only for video models; see
+        encoding: encoding of q and k, which is one of these:
+
+            - "cosine", "rotate" or "mixed".
+            - A name from :func:`lrpe_md.list_presets`, such as "eva02", a Scheme or a Preset. It also defines the
+              positions.
+            - An ``nn.Module``, which all layers share. It is called as ``module(q, k, positions=positions)`` with q and
+              k (B, H, N, D).
+            - A factory ``(head_dim, num_heads) -> nn.Module``, which is called once per layer.
+            - None (the default) or "none" for no encoding.
+
+            See :func:`.encoding.build_encoding`. Class and register tokens are not rotated.
+        encoding_kwargs: options of the encoding, such as act, phase, learnable, base or axis_order. Without an
+            encoding, only act and dim are allowed.
+        absolute: absolute position embedding. "learned" is timm's table, resampled to the input's grid. "sincos" is
+            computed for the input's grid. "none" disables it.
+        attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`) for all layers, or a sequence that repeats
+            over the depth, such as ("linear", "linear", "linear", "softmax"). Linear layers default to act="relu".
+        normalizer: "unrotated", "encoded" or "none", for linear attention.
+        memory: how linear layers forget, frame by frame. This is only for video models; see
             :class:`lrpe_md.models.video.LrpeVideoTransformer`.
-        copy_v: keep no more memory for the backward than attention without an encoding: :class:`LrpeAttention`.
-        keep_encoded: if False, encode q and k again in the backward instead of keeping them: :class:`LrpeAttention`.
-        dynamic_img_size: accept any input size that the patch size divides; on by default.
-        args, kwargs: timm's.
+        copy_v: whether to store as little memory for the backward as attention without an encoding. See
+            :class:`LrpeAttention`.
+        keep_encoded: if False, re-encode q and k in the backward instead of storing them. See :class:`LrpeAttention`.
+        dynamic_img_size: whether to accept any input size that the patch size divides. This is on by default.
+        args, kwargs: arguments of timm's class.
 
     Attributes:
-        reference: interpolation size; you can change it later. None: one unit per patch, which extrapolates beyond the
-            trained size. Otherwise a size per axis, or None for an axis: positions are interpolated to a grid of this
-            size, and a sin-cos table of this size is resampled. ``model.reference = model.patch_embed.grid_size`` keeps
-            positions in the trained range. A learned table is always resampled to the grid.
+        reference: size of the grid to which positions are interpolated: None, one number, or one entry per axis, where
+            None skips an axis. A sin-cos table of this size is resampled. None uses one unit per patch, which
+            extrapolates beyond the trained size. ``model.reference = model.patch_embed.grid_size`` keeps positions in
+            the trained range. You can change it at any time. A learned table is always resampled to the grid.
 
     Raises:
-        ValueError, TypeError: an invalid argument.
+        ValueError, TypeError: for an invalid argument.
     """
 
-    attention_class = LrpeAttention  # class that adapt gives to the attentions
+    attention_class = LrpeAttention  # class that adapt gives to the attention layers
     num_axes = 2  # axes of the patch grid
-    preset_axes: int | None = None  # number of axes that a preset must have; None: any that supports images
+    preset_axes: int | None = None  # number of axes of a preset; None allows any that supports images
     memory: Memory | None = None
     _reference: Sequence[int | None] | None = None
     encoding: nn.Module | None
@@ -273,7 +283,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         )  # fmt: skip
 
     def check_memory(self, memory: Memory) -> None:
-        """Reject a memory, because image patches have no order in which to forget them."""
+        """Reject a memory, because image patches have no order in which a model could forget them."""
         raise ValueError(
             f"memory: expected None for an image model, whose tokens have no order, got {memory}; use a video model, "
             "lrpe_md.models.video, with causal='frames' or directions='both'"
@@ -311,7 +321,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Any:
-        """Compute timm's ``forward_intermediates``, with the same arguments and result."""
+        """Run timm's ``forward_intermediates``, with the same arguments and result."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt: expected 'NCHW' or 'NLC', got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.blocks), indices)
@@ -343,7 +353,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Grid | Coordinates]:
-        """Embed x as tokens (B, N, C), and return their positions; dropped patches also drop their positions."""
+        """Embed x as tokens (B, N, C). Return these with their positions, both without any dropped patches."""
         size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self.patch_embed(x)
         size = grid_size(x, size[0], size[1])
@@ -370,7 +380,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return x, table.to(dtype=torch.float32) if whole else table
 
     def _sincos(self, shape: Sequence[int], x: Tensor) -> Tensor:
-        """Compute the sin-cos table (H W, C), resampled from the reference grid if there is one."""
+        """Compute the sin-cos table (H W, C). If there is a reference grid, the table is resampled from it."""
         sizes = self.reference or (None, None)
         own = [n if size is None else size for n, size in zip(shape, sizes, strict=True)]
         table = build_sincos2d_pos_embed(own, self.embed_dim, device=x.device)
@@ -390,11 +400,11 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return checkpoint(self.blocks[i], *args) if again else self.blocks[i](*args)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict; in strict mode, weights of timm's model also load, as with ``checkpoint_path=``."""
+        """Load a state_dict. Even strict mode accepts weights of timm's model, as ``checkpoint_path=`` does."""
         return super().load_state_dict(self._fit(state_dict) if strict else state_dict, strict, assign)
 
     def _fit(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Fit the absolute table to the model, and keep the model's frequencies if the checkpoint has none."""
+        """Resize the absolute table to fit the model, and keep the model's frequencies if the checkpoint has none."""
         fitted = _without_table(state_dict, self)
         table, own = fitted.get("pos_embed"), self.pos_embed
         if table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
@@ -409,11 +419,11 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return fitted
 
     def no_weight_decay(self) -> set[str]:
-        """Return timm's names plus those of frequencies, phases and decays."""
+        """Return timm's names, and the names of frequencies, phases and decays."""
         return super().no_weight_decay() | EncodingStack(self.encoding).no_weight_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's groups; a layer's frequencies belong to its block, shared ones to the stem."""
+        """Return timm's groups. A layer's frequencies belong to its block, and shared ones belong to the stem."""
         groups = super().group_matcher(coarse)
         return {
             **groups,
@@ -443,22 +453,23 @@ def adapt(
     copy_v: bool = False,
     keep_encoded: bool = True,
 ) -> LrpeVisionTransformer:
-    """Convert a timm VisionTransformer to an :class:`LrpeVisionTransformer`, in place, and return it.
+    """Convert a timm VisionTransformer to an :class:`LrpeVisionTransformer` in place, and return it.
 
-    Parameters, hooks and optimizers that hold them are unchanged; only the classes of the model, its patch embedding
-    and its attentions change. You can adapt a model again. The supported input sizes are unchanged: create the model
-    with ``dynamic_img_size=True`` for any resolution.
+    This only changes the classes of the model, its patch embedding and its attention layers. Parameters, hooks, and
+    optimizers that hold the parameters stay the same. You can adapt a model again. The supported input sizes also stay
+    the same, so for inputs of any size, create the model with ``dynamic_img_size=True``.
 
     Args:
-        model: ``timm.create_model("vit_*")`` of timm's VisionTransformer, with Block, ResPostBlock or
-            ParallelThingsBlock blocks and timm's Attention.
-        encoding: "cosine", "rotate", "mixed", "none", a preset, a scheme or a module (moved to the model's device).
+        model: a model from ``timm.create_model("vit_*")`` of the class VisionTransformer. Its blocks must be Block,
+            ResPostBlock or ParallelThingsBlock, with timm's Attention.
+        encoding: "cosine", "rotate", "mixed", "none", a preset, a scheme or a module. A module is moved to the model's
+            device.
         encoding_kwargs: arguments of the encoding, such as ``{"base": 100}``.
-        absolute: "keep" or "drop" the learned absolute embedding.
+        absolute: whether to "keep" or "drop" the learned absolute embedding.
         attention, normalizer, memory, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`.
 
     Raises:
-        TypeError, ValueError: an invalid model or argument; the model is left unchanged.
+        TypeError, ValueError: for an invalid model or argument. The model is then unchanged.
     """
     if absolute not in ("keep", "drop"):
         other = {"none": "drop", "learned": "keep"}.get(str(absolute))
@@ -505,7 +516,7 @@ def adapt(
 
 
 def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[Any], memory: Memory | None) -> None:
-    """Check that the layers with linear attention support it, and that they support this memory."""
+    """Check that all layers that use linear attention support it, and that they support this memory."""
     if any(kind == "linear" and m.attn_drop.p > 0 for _, kind, m in attentions):
         raise ValueError("attn_drop_rate: expected 0, because linear attention has no weights to drop")
     check_memory(memory, kinds)
@@ -517,7 +528,7 @@ def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[An
 
 
 def _attentions(model: Any) -> list[list[Any]]:
-    """Return the attentions of each block of a model that can be adapted; otherwise raise an error."""
+    """Return the attention layers of each block. If the model can't be adapted, raise an error."""
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         kind = a_or_an(type(model).__qualname__)
         for name in ("module", "_orig_mod", "model"):  # DataParallel, torch.compile, features_only
@@ -560,7 +571,7 @@ def _attentions(model: Any) -> list[list[Any]]:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Filter a checkpoint as timm does, so that timm's ViT weights load.
+    """Filter a checkpoint as timm does, so that weights of timm's ViTs can be loaded.
 
     The absolute table is dropped or resampled to fit the model. Learned frequencies and decays that the checkpoint
     lacks keep their initial values."""
@@ -569,7 +580,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
 
 
 def _without_table(state_dict: Mapping[str, Any], model: nn.Module) -> Any:
-    """Return a copy of a state_dict with its metadata, but without the absolute table if the model has none."""
+    """Return a copy of a state_dict with its metadata. Leave out the absolute table if the model has none."""
     fitted: Any = copy(state_dict)
     if getattr(model, "pos_embed", None) is None and fitted.pop("pos_embed", None) is not None:
         warnings.warn(
@@ -581,7 +592,7 @@ def _without_table(state_dict: Mapping[str, Any], model: nn.Module) -> Any:
 
 
 def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Add the model's learned frequencies and decays if the checkpoint lacks them, as timm's do."""
+    """Add the model's learned frequencies and decays to a checkpoint that lacks them, such as one of timm's."""
     names = ("encoding.*", "*.decay.logit")
     own = {n: t for n, t in model.state_dict().items() if any(fnmatch.fnmatchcase(n, each) for each in names)}
     return {**own, **state_dict}

@@ -166,7 +166,8 @@ def draw_comparison(views: Sequence[View]) -> Figure:
             _cuts(cuts, view, score, lowest)
             _wavelengths(waves, view, height - 0.8, columns=2)
         if image is not None:
-            _similarity_bar(figure, image, pictures, location="left", aspect=15 * len(pictures))
+            # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
+            _similarity_bar(figure, image, pictures, location="left", aspect=15 * len(pictures), panchor=False)
         figure.supxlabel(FOOT, fontsize=7, color="#444444", x=0.008, ha="left")
         return figure
 

@@ -142,8 +142,8 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
         return data.published(scheme, head_dim, num_heads)
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
         raise TypeError(
-            "scheme: expected a name, a Scheme, a Preset, an encoding module such as RotateMd, or omega "
-            f"(H or 1, C, K), got {type(scheme).__name__}"
+            "scheme: expected a name, a Scheme, a Preset, an encoding module such as RotateMd or "
+            f"model.encoding, or omega (H or 1, C, K), got {type(scheme).__name__}"
         )
     if head_dim is not None or num_heads is not None:
         raise ValueError(

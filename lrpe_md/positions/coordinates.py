@@ -267,8 +267,8 @@ def check_reach(position: float, where: str = "") -> None:
     """Check that float32 can represent every integer up to this position."""
     if position > 2**24:
         raise ValueError(
-            f"dtype: expected float64 for positions up to {position:.0f}{where}, because float32 represents every "
-            f"integer only up to {2**24}"
+            f"dtype: expected float64 for positions up to {position:.0f}{where}, because float32 cannot "
+            f"represent every integer above {2**24}"
         )
 
 

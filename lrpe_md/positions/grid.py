@@ -483,7 +483,7 @@ def _from_zero(num_tokens: int) -> Grid:
 
 
 def _alike(*values: Any) -> tuple[Any, ...]:
-    """Convert all values to float64 tensors if one of them is a tensor; otherwise return them unchanged."""
+    """If one of the values is a tensor, convert all of them to float64 tensors. Otherwise, return them unchanged."""
     device = next((v.device for v in values if isinstance(v, Tensor)), None)
     return values if device is None else tuple(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values)
 

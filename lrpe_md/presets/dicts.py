@@ -32,8 +32,8 @@ def _add_functions(functions: Functions | None) -> Functions:
     for name, function in (functions or {}).items():
         if FUNCTIONS.get(name, function) is not function:
             raise ValueError(
-                f"functions: expected other names than those of lrpe_md.presets.FUNCTIONS, got {name!r} for a function "
-                f"of your own; choose another name, such as 'my_{name}'"
+                f"functions: expected names that lrpe_md.presets.FUNCTIONS does not contain, got {name!r} for your "
+                f"function; choose another name, such as 'my_{name}'"
             )
     return {**FUNCTIONS, **(functions or {})}
 
@@ -111,7 +111,7 @@ def _check_arguments(name: str, function: Any, bound: Mapping[str, Any]) -> None
     names = [p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = sorted(map(str, bound.keys() - set(names)))
     if unknown and not any(p.kind == p.VAR_KEYWORD for p in taken):
-        raise ValueError(f"{name}: expected arguments among {', '.join(names)}, got {', '.join(unknown)}")
+        raise ValueError(f"{name}: expected only the arguments {', '.join(names)}, got {', '.join(unknown)}")
 
 
 def _read_value(name: str, value: Any, known: Functions) -> Any:

@@ -77,8 +77,8 @@ SCHEMES: dict[str, Scheme] = {
     "pixtral": Scheme(
         """Pixtral's vision tower (arXiv 2410.07073; transformers ``PixtralVisionRotaryEmbedding``).
 
-        Rows use the even frequencies of one series, columns the odd ones. Images are packed, and each image attends
-        only to itself.
+        Rows use the even frequencies of one series, and columns use the odd ones. Images are packed, and each image
+        attends only to itself.
         """,
         64, Axial((1, 1), axis_map="even_odd"), pairs="half",
     ),
@@ -173,7 +173,8 @@ SCHEMES: dict[str, Scheme] = {
 
         t counts frames. h and w are centred, and scaled so that the area is 192² (option ``area``). Text is not
         rotated. To convert a checkpoint's parameter (3, H, C) to "omega" in the state_dict, use
-        ``pos_frequencies.permute(1, 2, 0)``. diffusers initialises it with zeros, this preset with random directions.
+        ``pos_frequencies.permute(1, 2, 0)``. diffusers initialises it with zeros, and this preset uses
+        random directions.
         """,
         128, Dense(3, f.random_frames, base=1e4), grid=f.same_area, tokens=SKIP, learned=True,
         shared=True,
@@ -292,7 +293,7 @@ SCHEMES: dict[str, Scheme] = {
     "cogview4": Scheme(
         """CogView4 (diffusers ``CogView4RotaryPosEmbed``).
 
-        Each of h and w is ⌊i · 256 / n⌋, an integer (the option ``size`` replaces 256). Text comes first and is not
+        h and w are the integers ⌊i · 256 / n⌋ (the option ``size`` replaces 256). Text comes first and is not
         rotated.
         """,
         128, Axial((1, 1)), pairs="half", grid=f.rounded_down, tokens=SKIP,
@@ -449,8 +450,7 @@ SCHEMES: dict[str, Scheme] = {
         """Circle-RoPE (arXiv 2505.16416; lose4578/CircleRoPE): an image lies on a circle around the text's diagonal.
 
         All image tokens are at the same distance from a text token. The options are ``radius``, ``alpha`` (the weight
-        of the angle, while the token's index gets the rest), ``mix`` (the weight of the plane) and ``stride`` (between
-        frames).
+        of the angle, relative to the token's index), ``mix`` (the weight of the plane) and ``stride`` (between frames).
         """,
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.circle, tokens=DIAGONAL, after=(0, 1, 2),
     ),
@@ -524,9 +524,9 @@ def find_scheme(scheme: str | Scheme) -> tuple[str, Scheme]:
     known = {**SCHEMES, **REGISTERED}
     if not isinstance(scheme, str) or scheme not in known:
         found = repr(scheme) if isinstance(scheme, str) else type(scheme).__name__
-        raise ValueError(
-            f"name: expected one of list_presets(), or a lrpe_md.Scheme, got {found}{suggest(scheme, known)}"
-        )
+        is_module = found in ("'rotate'", "'cosine'", "'mixed'")
+        hint = f"; for {found}, use RotateMd or CosineMd" if is_module else suggest(scheme, known)
+        raise ValueError(f"name: expected one of list_presets(), or a lrpe_md.Scheme, got {found}{hint}")
     return scheme, known[scheme]
 
 

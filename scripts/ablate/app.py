@@ -67,7 +67,7 @@ PANELS = {
 @group_options(PANELS)
 def run(
     context: typer.Context,
-    task: Annotated[str, typer.Argument(help=f"One of: {', '.join(TASKS)}.")],
+    task: Annotated[str, typer.Argument(help=f"Task, one of: {', '.join(TASKS)}.")],
     data: Annotated[
         list[str] | None, typer.Argument(help="Training data; for video, one or more files.")
     ] = None,
@@ -105,7 +105,7 @@ def run(
         Path | None,
         typer.Option(help="Output folder; interrupted runs in it are resumed. (default: runs/ablate-TASK[-smoke])"),
     ] = None,
-    shard: Annotated[str, typer.Option(help="Share of the runs, as i/n: every n-th run, starting with run i.")] = "0/1",
+    shard: Annotated[str, typer.Option(help="Part of the runs, as i/n: every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Runs to train in parallel. (default: 1, or one per core on a CPU)")
     ] = None,

@@ -69,7 +69,8 @@ def write_report(folder: Path, baseline: str | None) -> None:
         raise typer.BadParameter(
             f"--folder: expected runs/*.json or results.csv in {folder}, found neither; pass an output folder of `run`"
         )
-    config, task_name = read_json(folder / "config.json"), task_of(folder)
+    config = read_json(folder / "config.json")
+    task_name = config["settings"].get("task")
     if task_name not in TASKS:
         raise typer.BadParameter(
             f"--folder: expected an output folder from `ablate run`, but {folder} was written by another command"
@@ -116,7 +117,8 @@ def task_of(folder: Path) -> str | None:
 
 def render(folder: Path) -> str:
     """Render a folder's page from table.md, the plots, and samples.png if it exists."""
-    task = TASKS[read_json(folder / "config.json")["settings"]["task"]]
+    config = read_json(folder / "config.json")
+    task = TASKS[config["settings"]["task"]]
     name = folder.name.removeprefix("ablate-")
     measure = task.measure.replace(", %", " in %").capitalize()
     by = {
@@ -127,7 +129,7 @@ def render(folder: Path) -> str:
     pictures += [(by[task.layout], plot) for plot in task.plots]
     shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)
     text = (folder / "table.md").read_text(encoding="utf-8")
-    note = read_json(folder / "config.json").get("note", "")  # results of an earlier version have a note
+    note = config.get("note", "")  # results of an earlier version have a note
     return page(f"Comparison: {name}", COMMAND, note, shown, text)
 
 

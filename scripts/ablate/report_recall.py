@@ -95,7 +95,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):
             lines += [
-                f"Difference from {base} with the same {same}, paired by seed{bold}.",
+                f"The tables list the difference from {base} with the same {same}, paired by seed{bold}.",
                 "",
             ]
         for kind, rows in compared.items():

@@ -152,7 +152,8 @@ def describe_training(settings: dict[str, Any]) -> str:
 def find_changes(settings: dict[str, Any]) -> list[str]:
     """Return the settings that differ from the task's defaults as "name value", except settings that the text names."""
     task, training = TASKS[settings["task"]], settings["training"]
-    free = {f.name for f in fields(task.config) if f.metadata["free"] and f.name != "weights"}  # no effect on results
+    affects = ("weights", "test_sizes")  # free options that change the results
+    free = {f.name for f in fields(task.config) if f.metadata["free"] and f.name not in affects}
     defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING} | task.defaults
     named = ("steps", "seconds", "batch", "lr", "precision", "compile", "cuda_graphs")
     return [
@@ -187,7 +188,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     notes = [note for about, note in task.notes.items() if about in shown]
     lines += [" ".join(notes), ""] if notes else []
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:
-        what = "with the same attention, paired by seed"
+        what = "Encodings are compared within the same kind of attention, and results are paired by seed"
         if seeds > 1:
             what += (
                 ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
@@ -196,7 +197,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
             )
         if (difference(results, baseline)["pairs"] == 2).any():
             what += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
-        lines += [f"**Difference from {baseline}** {what}.", "", *_differences(results, ranking, baseline, digits)]
+        lines += [f"**Difference from {baseline}.** {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += summarize_trainings(results, ranking)
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 

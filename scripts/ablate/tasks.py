@@ -29,7 +29,7 @@ from ..train.encodings import fingerprint_scheme, split_options
 from ..train.tasks import diffusion, digits, image, lm, recall, video
 from ..train.weights import EXPORT
 
-Values = dict[str, dict[str, float]]  # series (such as positions) → size → value, the training size first
+Values = dict[str, dict[str, float]]  # values by series (such as positions) and size, training size first
 CHOSEN = (
     "out",
     "data",
@@ -267,7 +267,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
                 f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}"
                 f"{_explain_unknown(config, name, known)}"
             )
-        kind = next((part for part in get_args(hints[name]) if part is not NoneType), hints[name])  # of X | None
+        kind = next((part for part in get_args(hints[name]) if part is not NoneType), hints[name])  # the X of X | None
         try:
             found[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:

@@ -23,7 +23,7 @@ FOLDER = "scripts/results"
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of results file: its key columns, and the column to compare, in which smaller values are better."""
+    """Kind of results file: its key columns, and the column to compare. Smaller values are better."""
 
     key: tuple[str, ...]
     value: str

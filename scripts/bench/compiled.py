@@ -142,7 +142,7 @@ def main(
     map: Annotated[str | None, typer.Option(help=f"Map: {', '.join(MAPS)}. (default: both)")] = None,
     blocks: Annotated[int, typer.Option(min=1, help="Number of timed blocks of calls per measurement.")] = 30,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
-    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool,
         typer.Option(
@@ -150,15 +150,15 @@ def main(
             help="Time only a few calls to test that everything runs; writes to runs/bench-smoke.",
         ),
     ] = False,
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:
     """Measure the host time of compiled calls. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
-            "test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
+            "a CPU, add --smoke"
         )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     maps = choose_in_order("--map", map, MAPS, MAPS)

@@ -95,7 +95,7 @@ def parse(report: str) -> list[dict[str, float]]:
 def main(
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/counters.csv"),
     ncu: Annotated[str, typer.Option(help="Command that starts Nsight Compute.")] = "ncu",
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
     counted: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Profile all passes with ncu. The CSV is only written if all of them succeed."""

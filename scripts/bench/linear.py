@@ -165,19 +165,19 @@ def main(
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-linear.csv"),
     append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
-    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke.")
     ] = False,
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Benchmark linear attention, starting with lrpe-md. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
-            "test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
+            "a CPU, add --smoke"
         )
     OtherCheckout.package = None if other is None else import_checkout(other)
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)

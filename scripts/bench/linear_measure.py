@@ -61,6 +61,7 @@ WORKLOADS = {
     "frames-delta": DELTA,
     "frames-delta-both": replace(DELTA, directions="both"),
     "frames-long": replace(FRAMES, shape=(121, 23, 40)),
+    "frames-decay-long": replace(FRAMES, shape=(121, 23, 40), decay="block"),
     "frames-delta-long": replace(DELTA, shape=(121, 23, 40)),
 }
 # Workloads of flash-bidirectional-linear-attention's README (B 8, H 16, D 64) and of its benchmark script (B 2).

@@ -223,7 +223,7 @@ def measure_sizes(run: Run, name: str, attention: str, sizes: list[int], model: 
 
 def main(
     backbones: Annotated[str, typer.Option(help="Backbones, separated by commas.")] = ",".join(BACKBONES),
-    tokens: Annotated[str, typer.Option(help="Tokens per sample, powers of 2.")] = ",".join(map(str, TOKENS)),
+    tokens: Annotated[str, typer.Option(help="Tokens per sample, as powers of 2.")] = ",".join(map(str, TOKENS)),
     attention: Annotated[str, typer.Option(help="Attention kinds, separated by commas.")] = ",".join(ATTENTIONS),
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Use torch.compile; adds about 30 seconds per row.")
@@ -236,19 +236,19 @@ def main(
     ] = 3600.0,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/linear-scaling.csv"),
     append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
-    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use a tiny model and a batch of one; writes to runs/bench-smoke.")
     ] = False,
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Time training steps of softmax and linear attention at increasing numbers of tokens."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
-            "test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
+            "a CPU, add --smoke"
         )
     names = choose("--backbones", backbones.split(","), BACKBONES)
     kinds = choose("--attention", attention.split(","), ATTENTIONS)

@@ -51,7 +51,7 @@ class LinearPlace(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Index into STATES. The last tile of a row is for all larger states; the delta rule has no such tile."""
+        """Index into STATES. The last tile of a row is for all larger states. The delta rule has no such tile."""
         is_last = self.width == len(TILES[self.stage]) - 1 and self.stage is not LinearPass.DELTA_KEYS
         return len(STATES) - 1 if is_last else self.width
 

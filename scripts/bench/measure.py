@@ -47,7 +47,7 @@ def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
     """Time calls with a cold L2 cache for about ``rep`` milliseconds, and return the GPU time of each call (ms).
 
     This extends triton.testing.do_bench in two ways. First, the GPU spins between clearing the cache and the call, so
-    that the host has queued the call before it starts; otherwise the times of short kernels would include the launch
+    that the host has queued the call before it starts. Otherwise, the times of short kernels would include the launch
     latency. Second, calls cycle through the functions, each with its own tensors, because data that was loaded with an
     evict-last policy (as in torch.compile's code) stays in the cache.
     """

@@ -188,8 +188,10 @@ def measure_operators(session: Session, shapes: Shapes, maps: list[str], learned
             run_passes(session, passes, str(shapes), shapes, op, kind, group)
 
 
-def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
-    """Measure lrpe-md's and PyTorch's linear attention with each map, and softmax attention."""
+def measure_linear(run: Run, shapes: Shapes, maps: list[str], copied: int) -> None:
+    """Measure a copy, lrpe-md's and PyTorch's linear attention with each map, and softmax attention."""
+    run.begin()
+    run.measure_copy(copied)
     cases = [(impl, shapes.linear_case(op)) for impl in (linear.OURS, linear.UNFUSED, linear.COMPILED) for op in maps]
     cases.append((linear.SDPA, shapes.linear_case(None)))
     operations = 4 * shapes.batch * shapes.heads * shapes.num_tokens**2 * shapes.head_dim
@@ -323,6 +325,16 @@ def make_shapes(
 PANELS = {"Shape": "heads grid head_dim batch kv_heads prefix", "Encoding": "map pairs dtype learned linear_too layers"}
 
 
+def choose_maps(map: str, pairs: str, linear_too: bool, shapes: Shapes) -> list[str]:
+    """Return the maps to measure, or raise an error if they don't support the other options."""
+    choose("--map", [map], ("rotate", "cosine", "both"))
+    if map == "cosine" and pairs != "half":
+        raise typer.BadParameter(f"--pairs {pairs}: only works with --map rotate; leave it out")
+    if linear_too and (shapes.key_heads or pairs != "half"):
+        raise typer.BadParameter("--linear: only supports --pairs half, without --kv-heads; leave those options out")
+    return ["rotate", "cosine"] if map == "both" else [map]
+
+
 @group_options(PANELS)
 def main(
     heads: Annotated[int, typer.Option(min=1, help="Number of query heads.")],
@@ -350,17 +362,12 @@ def main(
         typer.Option(help="Output CSV; the plot is saved next to it. (default: my-shapes.csv, my-shapes-2.csv, ..)"),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Compare lrpe-md's kernels with torch.compile, timm and other installed libraries at your sizes."""
     start, where = time.monotonic(), choose_device(device)
     shapes = make_shapes(batch, heads, kv_heads, grid, prefix, head_dim, pairs, dtype)
-    choose("--map", [map], ("rotate", "cosine", "both"))
-    maps = ["rotate", "cosine"] if map == "both" else [map]
-    if map == "cosine" and pairs != "half":
-        raise typer.BadParameter(f"--pairs {pairs}: only works with --map rotate; leave it out")
-    if linear_too and (shapes.key_heads or pairs != "half"):
-        raise typer.BadParameter("--linear: only supports --pairs half, without --kv-heads; leave those options out")
+    maps = choose_maps(map, pairs, linear_too, shapes)
     free = free_memory(where)
     turns = check_memory(shapes, maps, free)
     copied = 2**20 if where.type == "cpu" else 2**30 if free > 2**33 else 2**26  # elements
@@ -378,9 +385,7 @@ def main(
         if linear_too:
             file = out.with_name(f"{out.stem}-linear.csv")
             run = Run(file, where, rep, start + limit, measured_on(where, commit), progress)
-            run.begin()
-            run.measure_copy(copied)
-            measure_linear(run, shapes, maps)
+            measure_linear(run, shapes, maps, copied)
     except OutOfTime:
         console.print(f"Stopped after {limit:g} s before everything was measured; raise --limit for the rest")
     found = collect(session, run)

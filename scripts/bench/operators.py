@@ -145,7 +145,7 @@ def main(
     ] = None,
     omega: Annotated[str | None, typer.Option(help=f"Frequencies: {', '.join(OMEGAS)}. (default: all)")] = None,
     modes: Annotated[str | None, typer.Option(help=f"Modes: {', '.join(MODES)}. (default: the first three)")] = None,
-    peers: Annotated[str | None, typer.Option(help="Peers, separated by semicolons; a wrong name lists all.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Libraries to compare, separated by semicolons.")] = None,
     variants: Annotated[bool, typer.Option("--variants", help="Also measure variants of lrpe-md's passes.")] = False,
     liger: Annotated[
         Path | None, typer.Option(help="Liger-Kernel checkout, or the folder that contains its package.")
@@ -153,24 +153,24 @@ def main(
     flash_attn: Annotated[Path | None, typer.Option(help="flash-attention checkout.")] = None,
     xopes: Annotated[Path | None, typer.Option(help="xopes checkout.")] = None,
     time_inexact: Annotated[
-        bool, typer.Option("--time-inexact", help="Also time peers outside the error budget.")
+        bool, typer.Option("--time-inexact", help="Also time peers whose errors exceed the budget.")
     ] = False,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 100,
     out: Annotated[Path | None, typer.Option(help="Output CSV. (default: scripts/results/benchmark-MODES.csv)")] = None,
-    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke.")
     ] = False,
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Benchmark the operators, starting with lrpe-md. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
-            "test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
+            "a CPU, add --smoke"
         )
     started = time.monotonic()
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)

@@ -177,8 +177,8 @@ PIVOTS = {
     ),
     "benchmark-decode.csv": Pivot(
         "**A decoding step** rotates q and k, and stores k and v in the cache. The table lists the time in "
-        "milliseconds on the GPU, in a CUDA graph and on the CPU. On a shared machine, CPU times vary, so single "
-        "ones can be far too high.",
+        "milliseconds on the GPU, in a CUDA graph and on the CPU. On a shared machine, CPU times vary, so "
+        "individual times can be far too high.",
         ("measure", "workload"), "ms", 4,
     ),
     "benchmark-compiled.csv": Pivot(
@@ -314,7 +314,7 @@ def passes(rows: pd.DataFrame) -> list[str]:
         "q and k are slices of a packed projection. If a library has to copy them, its time includes the copy. Tables "
         "of cos and sin are precomputed. The backward pass is `torch.autograd.grad` on a retained graph. "
         f"{'✗ marks results outside the error budget. ' if wrong else ''}"
-        "A copy of as many bytes shows what share a plain copy reaches at this size.",
+        'The row "copy of as many bytes" shows what share a plain copy reaches at this size.',
         "",
         f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",
@@ -560,7 +560,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 def main(
     folder: Annotated[
         Path,
-        typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv, and for the plots."),
+        typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv. Plots are saved there too."),
     ] = RESULTS,
     to: Annotated[
         Path, typer.Option("--pages", show_default=shown(PAGES), help="Output folder for the pages.")

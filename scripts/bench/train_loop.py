@@ -195,7 +195,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Number of turns per loop.")] = 3,
     number: Annotated[int, typer.Option(min=1, help="Number of latents to write to disk.")] = 8192,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-train-loop.csv"),
-    device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
+    device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool,
         typer.Option(
@@ -203,14 +203,14 @@ def main(
             help="Train a tiny model to test that everything runs; writes to runs/bench-smoke.",
         ),
     ] = False,
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:
     """Compare `train diffusion` on latents with a bare loop over the same compiled model, on one GPU."""
     choose("--device", [device], ("cuda", "cpu"))
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
-            "test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
+            "a CPU, add --smoke"
         )
     here = measured_on(choose_device(device), commit)
     out.parent.mkdir(parents=True, exist_ok=True)

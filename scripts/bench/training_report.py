@@ -11,8 +11,8 @@ from ..common.markdown import table
 from ..common.provenance import name_commits
 
 HOW = (
-    "Values are medians of interleaved steps in bfloat16. (host) marks steps in which the CPU spends at least 90% of "
-    "the time launching kernels"
+    "Values are medians of interleaved steps in bfloat16. In steps marked (host), the CPU spends at least 90% of the "
+    "time launching kernels"
 )
 
 
@@ -70,8 +70,8 @@ def backbones(file: Path) -> str:
     rows = read(file)
     lines = [
         "**Training steps of this project's backbones**, on random data. The table lists millions of patches per "
-        "second and peak memory, with the change relative to the same model without position "
-        "encoding (none) in brackets. "
+        "second and peak memory. The changes relative to the same model without position encoding "
+        "(none) are in brackets. "
         f"{HOW}. To repeat the measurements, run "
         "`lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv`. "
         f"{where(rows)}.",
@@ -95,8 +95,8 @@ def adapted(file: Path) -> str:
     rows = read(file)
     lines = [
         "**Models from other libraries** have their published width, a few layers and bfloat16 weights. The table "
-        "lists the original model's time per step, in milliseconds. In brackets, it lists how much `adapt_rotary` "
-        f"changes time and memory. {HOW}. "
+        "lists the original model's time per step, in milliseconds. The changes in time and memory with "
+        f"`adapt_rotary` are in brackets. {HOW}. "
         f"To repeat the measurements, run `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. "
         f"{where(rows)}.",
         "",

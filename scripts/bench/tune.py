@@ -163,7 +163,7 @@ def shrink(work: Workload) -> Workload:
 
 AnyPlace: TypeAlias = Place | LinearPlace
 AnyTile: TypeAlias = Tile | LinearTile
-Times: TypeAlias = dict[Any, dict[str, float]]  # tile → problem → milliseconds, infinite if the tile can't run
+Times: TypeAlias = dict[Any, dict[str, float]]  # milliseconds by tile and problem, infinite if the tile can't run
 Measure = Callable[[Any, str], float]
 
 
@@ -361,17 +361,17 @@ def open_pool(jobs: int) -> ProcessPoolExecutor | None:
 
 def main(
     only: Annotated[
-        list[str] | None, typer.Option(help="Tune only tiles whose name contains this; repeatable.")
+        list[str] | None, typer.Option(help="Only tune tiles whose names contain this text; repeatable.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Fail if a tile in the table is over 3% slower than the best.")
+        bool, typer.Option("--check", help="Fail if a tile in the table is more than 3% slower than the best one.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Output CSV with all times.")] = Path("scripts/results/tune.csv"),
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="Number of times to re-time the best tiles.")] = 3,
     limit: Annotated[float, LIMIT] = 3600.0,
     jobs: Annotated[int | None, typer.Option(min=0, help="Number of compiler processes. (default: up to 12)")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:
     """Find the fastest tiles for this GPU."""
     places = choose_places(only or [])

@@ -33,10 +33,7 @@ SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
 
 
 class Command(TyperCommand):
-    """A command that rejects a repeated option, if the option only accepts one value.
-
-    Don't use it for training commands: to resume or vary a run, people append options to an earlier command.
-    """
+    """A command that rejects a repeated option, if the option only accepts one value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line.

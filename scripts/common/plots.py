@@ -129,9 +129,15 @@ def add_legend(figure: Figure, columns: int = 3) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
 
 
-def save(figure: Figure, path: Path, dpi: int = 130, **options: Any) -> None:
-    """Save a figure and a copy named NAME-dark for pages with a dark background, and close the figure."""
+def save(figure: Figure, path: Path, dpi: int = 130, **options: Any) -> Path:
+    """Save a figure and a copy named NAME-dark for pages with a dark background, and close the figure.
+
+    Returns:
+        the path of the copy.
+    """
     figure.savefig(path, dpi=dpi, **options)
     darken(figure)
-    figure.savefig(path.with_stem(f"{path.stem}-dark"), dpi=dpi, **options)
+    copy = path.with_stem(f"{path.stem}-dark")
+    figure.savefig(copy, dpi=dpi, **options)
     plt.close(figure)
+    return copy

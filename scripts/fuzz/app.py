@@ -58,7 +58,9 @@ class Result(NamedTuple):
 @group_options(PANELS)
 def main(
     impl: Annotated[str, typer.Option(help="Implementation to check: reference or triton.")] = "triton",
-    only: Annotated[str, typer.Option(help="Check all, linear (linear attention) or maps (cosine, rotate).")] = "all",
+    only: Annotated[
+        str, typer.Option(help="What to check: all, linear (linear attention) or maps (cosine and rotate).")
+    ] = "all",
     device: Annotated[str, typer.Option(help="Device: cpu, cuda or auto. On a CPU, Triton is interpreted.")] = "auto",
     count: Annotated[int, typer.Option(min=1, help="Number of configurations.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="First seed; each configuration is drawn from one seed.")] = 0,

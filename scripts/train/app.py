@@ -11,7 +11,7 @@ import typer
 
 from ..common.lazy import lazy_app
 
-# Task → configuration class (in the module named after the task), and a one-line help text.
+# Maps a task to its configuration class (in the module named after the task) and a one-line help text.
 TRAININGS = {
     "digits": ("DigitsTraining", "Train a small ViT on scikit-learn's digits, in seconds on a CPU."),
     "image": ("ImageTraining", "Train a ViT on labelled images."),
@@ -39,8 +39,10 @@ def load_training(name: str, config: str) -> typer.Typer:
 
 def load_other(name: str, module: str) -> typer.Typer:
     """Import a module, and return the module's ``main`` as a command."""
+    from ..common.options import Command
+
     app = _new()
-    app.command(name)(importlib.import_module(f".{module}", __package__).main)
+    app.command(name, cls=Command)(importlib.import_module(f".{module}", __package__).main)
     return app
 
 

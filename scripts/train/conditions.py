@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ...models.text import LabelEncoder, Text, TextEncoder, TextFeatures, tokenize
 from ..common.devices import sent
 from ..common.folder import read_json
+from ..common.options import plural
 
 FEATURES = "features.json"
 FORMAT = 1  # format version of feature folders
@@ -124,7 +125,7 @@ class Captions:
         shared = [f"{count} of {name!r}" for name, count in counts.most_common(3) if count > 1]
         if not shared:
             return ""
-        return f"Held out all images of {len(counts)} captions for tests, among them {', '.join(shared)}"
+        return f"Held out all images of {plural(len(counts), 'caption')} for tests, among them {', '.join(shared)}"
 
     def describe_cuts(self) -> str:
         """Report how many captions :attr:`tokens` truncates, and how to avoid this. Return "" if it truncates none."""

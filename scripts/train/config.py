@@ -21,7 +21,7 @@ from lrpe_md import Memory
 
 from ..common.devices import choose_device
 from ..common.folder import SaveError
-from ..common.options import SEEDS, choose, in_shell_terms
+from ..common.options import SEEDS, Command, choose, in_shell_terms
 from .encodings import Backbone, fingerprint_scheme
 from .interruption import Interrupted
 from .schedules import SCHEDULES, Schedule
@@ -401,7 +401,7 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
         call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
         call.__annotations__ = {p.name: p.annotation for p in parameters}
         call.__doc__ = config.__doc__
-        app.command(name)(call)
+        app.command(name, cls=Command)(call)
         return run
 
     return register

@@ -173,6 +173,12 @@ MEMORY_HELP = (
     "(true, false), directions (forward, both). By default, they forget nothing."
 )
 
+# Key of --memory for each value that people may pass without a key.
+_MEMORY_KEYS = {
+    "add": "rule", "delta": "rule", "retnet": "decay", "lightning": "decay", "forward": "directions",
+    "both": "directions",
+}  # fmt: skip
+
 
 def parse_memory(text: str) -> Memory | None:
     """Parse a memory such as "rule=delta,decay=retnet". Return None for "".
@@ -186,9 +192,11 @@ def parse_memory(text: str) -> Memory | None:
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if not equals or key not in known:
+            hint = "" if key in known else suggest(key, known)
+            if part in _MEMORY_KEYS:
+                hint = f" (did you mean '{_MEMORY_KEYS[part]}={part}'?)"
             raise typer.BadParameter(
-                f"--memory: expected KEY=VALUE,KEY=VALUE with keys from {', '.join(known)}, got {text!r}"
-                f"{'' if key in known else suggest(key, known)}"
+                f"--memory: expected KEY=VALUE,KEY=VALUE with keys from {', '.join(known)}, got {text!r}{hint}"
             )
         options[key] = {"true": True, "false": False, "none": None}.get(value.lower(), value)
     try:

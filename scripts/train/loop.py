@@ -436,7 +436,7 @@ class Trainer:
         return [key for key in differ if key not in effects]
 
     def _advise_on_size(self, there: dict[str, Any]) -> str:
-        """If the sizes differ, explain how to fine-tune the run with the settings ``there`` at this run's size."""
+        """If the sizes differ, explain how to test or fine-tune the run with the settings ``there`` at this size."""
         here, out = self.settings, self.config.out
         sizes = [name for name in ("size", "frames") if name in here]
         if not {"reference", *sizes} <= here.keys() & there.keys() or all(here[name] == there[name] for name in sizes):
@@ -444,7 +444,8 @@ class Trainer:
         advice = find_reference(there, here["frames"] if here.get("causal") else 0)
         reference = f" --reference {advice}" if has_coordinates(here["model"]) else ""
         what = "length or size" if "frames" in here else "size"
-        return f". To fine-tune it at another {what}, pass --weights {out}{reference} and another --out"
+        test = f". To test it at this size, pass --test-sizes {here['size']} instead" if "frames" not in here else ""
+        return f"{test}. To fine-tune it at another {what}, pass --weights {out}{reference} and another --out"
 
     def _as_option(self, setting: str) -> str:
         """Return the option for a setting. Settings of the model and the data have no option."""

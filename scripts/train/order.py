@@ -16,7 +16,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset
 
 Chosen: TypeAlias = tuple[np.ndarray, np.ndarray]  # indices and draws, both int64 (B,)
-Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # step → the samples of this step and of all later steps
+Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # yields the samples of a step and of all later steps
 
 
 class DataError(typer.BadParameter):

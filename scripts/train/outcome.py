@@ -27,6 +27,11 @@ SHOWN = {
     "params": "parameters", "loss": "training loss", "chance": "chance accuracy, %",
     "test_videos": "test videos", "frechet_random_features": "Fréchet distance, random features",
 }  # fmt: skip
+# Explanation of the names from :func:`placements`.
+PLACEMENTS = (
+    "At other sizes, extrapolated positions are one patch apart, as in training; rescaled positions are mapped onto "
+    "the training grid."
+)
 
 
 def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
@@ -77,6 +82,8 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
     write(out / "result.json", f"{text}\n")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(summarize(result, trainer.config.loss_unit))
+    if any("rescaled" in name for name in flat(result)):
+        console.print(PLACEMENTS)
     console.print(f"{out}: result.json and {HISTORY} have all numbers; {EXPORT} has the weights.")
 
 

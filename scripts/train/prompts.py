@@ -38,8 +38,8 @@ class Sheet:
     """Sampling options.
 
     Args:
-        size: "HEIGHTxWIDTH" in pixels, or None for the training size.
-        scale: guidance scale.
+        size: side or "HEIGHTxWIDTH" in pixels, or None for the training size.
+        guidance_scale: guidance scale. 1 means no guidance.
         steps: number of sampling steps.
         images: number of images per prompt. All prompts share the same noise.
         positions: "rescaled" or "extrapolated" positions.
@@ -49,7 +49,7 @@ class Sheet:
     """
 
     size: str | None
-    scale: float
+    guidance_scale: float
     steps: int
     images: int
     positions: str
@@ -60,10 +60,10 @@ class Sheet:
     def __post_init__(self) -> None:
         choose("--positions", [self.positions], ("rescaled", "extrapolated"))
         choose("--sampler", [self.sampler], SAMPLERS)
-        if self.negative is not None and self.scale == 1:
+        if self.negative is not None and self.guidance_scale == 1:
             raise typer.BadParameter(
-                f"--negative {self.negative!r}: has no effect with --scale 1, which disables guidance; pass another "
-                "--scale, or leave out --negative"
+                f"--negative {self.negative!r}: has no effect with --guidance-scale 1, which disables guidance; "
+                "pass another --guidance-scale, or leave out --negative"
             )
 
     def height_and_width(self, trained: int, patch: int, factor: int = 1) -> tuple[int, int]:
@@ -77,10 +77,12 @@ class Sheet:
         multiple = patch * factor
         if self.size is None:
             return trained, trained
-        found = re.fullmatch(r"(\d+)x(\d+)", self.size)
+        found = re.fullmatch(r"(\d+)(?:x(\d+))?", self.size)
         if found is None:
-            raise typer.BadParameter(f"--size: expected HEIGHTxWIDTH in pixels, such as 96x64, got {self.size!r}")
-        height, width = int(found[1]), int(found[2])
+            raise typer.BadParameter(
+                f"--size: expected a side or HEIGHTxWIDTH in pixels, such as 96x64, got {self.size!r}"
+            )
+        height, width = int(found[1]), int(found[2] or found[1])
         if height % multiple or width % multiple or not height * width:
             patches = "the model's patch size"
             if factor > 1:
@@ -216,7 +218,7 @@ class Painter:
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
         self.model.reference = self.grids if sheet.positions == "rescaled" else None
-        sampling = Sampling(sheet.sampler, sheet.steps, sheet.scale, self.settings["prediction"])
+        sampling = Sampling(sheet.sampler, sheet.steps, sheet.guidance_scale, self.settings["prediction"])
         negative = None if sheet.negative is None else self.encode([sheet.negative], "--negative")
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings["precision"])
         cast = precision is not None and self.device.type == "cuda"

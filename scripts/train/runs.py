@@ -38,7 +38,7 @@ def task_of(settings: dict[str, Any]) -> str | None:
     return None
 
 
-# Task → function that builds the model from the settings of a run.
+# Maps a task to the function that builds the model from the settings of a run.
 BUILDERS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "diffusion": build_diffusion,
     "vae": lambda settings: vae.Autoencoder(settings["model"]),

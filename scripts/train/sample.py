@@ -7,6 +7,7 @@ lrpe-md train sample runs/fashion --count 5000 --npz samples.npz
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ OWN: dict[str, dict[str, Any]] = {
     TEXT: {"tokens": 400, "temperature": 0.8, "top_p": 0.95, "scaling": None},
     IMAGES: {
         "size": None,
-        "scale": 3.0,
+        "guidance_scale": 3.0,
         "negative": None,
         "steps": 50,
         "images": 4,
@@ -94,9 +95,9 @@ def main(
     ] = None,
     scaling: Annotated[str | None, typer.Option(help="Text: linear, ntk or yarn scaling to the new length.")] = None,
     size: Annotated[
-        str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. (default: the training size)")
+        str | None, typer.Option(help="Images: size in pixels, a side or HEIGHTxWIDTH. (default: the training size)")
     ] = None,
-    scale: Annotated[
+    guidance_scale: Annotated[
         float | None,
         typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 disables guidance. (default: 3)"),
     ] = None,
@@ -108,7 +109,7 @@ def main(
     images: Annotated[int | None, typer.Option(min=1, help="Images: number of images per prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
-        typer.Option(help="Images: rescaled or extrapolated positions at other sizes. (default: rescaled)"),
+        typer.Option(help="Images: positions at other sizes, rescaled or extrapolated. (default: rescaled)"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN, then sheet-2.png, ..)")
@@ -132,8 +133,9 @@ def main(
     on, (task, state) = choose_device(device), read_run(run)
     given = {
         "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,
-        "scale": scale, "negative": negative, "steps": steps, "images": images, "positions": positions, "out": out,
-        "sampler": sampler, "vae": vae, "encoder": encoder, "count": count, "npz": npz,
+        "guidance_scale": guidance_scale, "negative": negative, "steps": steps, "images": images,
+        "positions": positions, "out": out, "sampler": sampler, "vae": vae, "encoder": encoder, "count": count,
+        "npz": npz,
     }  # fmt: skip
     options = own_options(task, given)
     prompts = [*(prompt or []), *read_prompts(prompt_file)]
@@ -144,15 +146,24 @@ def main(
     vae, encoder, number, npz = (options.pop(name) for name in ("vae", "encoder", "count", "npz"))
     sheet = Sheet(**{**options, "out": options["out"] or unused_path(run / "sheet.png")})
     painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
-    if not prompts and npz is None and painter.condition["kind"] != "none":
-        raise typer.BadParameter(
-            "--prompt: expected at least one for a run of `train diffusion`, got none; pass --prompt TEXT, or "
-            "--prompt '' for images without a prompt"
-        )
+    if not prompts and npz is None:
+        check_unconditional(painter.condition)
     if number is None or npz is None:
         sample_images(run, painter, prompts or [""], seed, sheet)
     else:
         sample_many(run, painter, prompts or [""], seed, sheet, Count(number, npz))
+
+
+def check_unconditional(condition: dict[str, Any]) -> None:
+    """Raise an error if the model was trained with a condition, so that it needs a prompt."""
+    if condition["kind"] == "none":
+        return
+    classes = condition.get("classes")
+    wanted = f"a class, such as --prompt {shlex.quote(classes[0])}" if classes else "--prompt TEXT"
+    raise typer.BadParameter(
+        f"--prompt: expected at least one for a run of `train diffusion`, got none; pass {wanted}, or --prompt '' for "
+        "images without a prompt"
+    )
 
 
 def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
@@ -165,10 +176,10 @@ def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
         ("images", is_sheet, "with --npz, --count is the number of images"),
         ("vae", "latents" in settings or given["vae"] == "auto", "this run was trained on pixels"),
         ("encoder", condition == "features", "this run was trained without --text-features"),
-        ("scale", condition != "none", "this run was trained without captions or classes to guide to"),
+        ("guidance_scale", condition != "none", "this run was trained without captions or classes to guide to"),
     ):
         if given[name] is not None and not has_effect:
-            raise typer.BadParameter(f"--{name}: has no effect, because {reason}; leave it out")
+            raise typer.BadParameter(f"--{name.replace('_', '-')}: has no effect, because {reason}; leave it out")
 
 
 def read_prompts(path: Path | None) -> list[str]:

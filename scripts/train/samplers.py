@@ -10,7 +10,7 @@ from torch import Tensor
 from ...models.flow import NOISE_START, Prediction, guided, sample, velocity_of
 
 METHODS = ("euler", "heun")
-SCHEDULERS = {  # name → diffusers class and its arguments
+SCHEDULERS = {  # maps a name to a diffusers class and its arguments
     "dpm++": ("DPMSolverMultistepScheduler", {"solver_order": 2, "algorithm_type": "dpmsolver++"}),
     "unipc": ("UniPCMultistepScheduler", {"solver_order": 2}),
 }
@@ -23,13 +23,13 @@ class Sampling(NamedTuple):
     Args:
         sampler: one of ``SAMPLERS``.
         steps: number of sampling steps.
-        scale: guidance scale. 1 means no guidance.
+        guidance_scale: guidance scale. 1 means no guidance.
         prediction: what the model predicts.
     """
 
     sampler: str = "heun"
     steps: int = 50
-    scale: float = 1.0
+    guidance_scale: float = 1.0
     prediction: Prediction = "velocity"
 
 
@@ -46,8 +46,8 @@ def draw_samples(
     if sampling.sampler in METHODS:
         method: Literal["euler", "heun"] = "heun" if sampling.sampler == "heun" else "euler"
         return sample(
-            model, noise, text, scale=sampling.scale, negative=negative, steps=sampling.steps, method=method,
-            shift=shift, prediction=sampling.prediction,
+            model, noise, text, guidance_scale=sampling.guidance_scale, negative=negative, steps=sampling.steps,
+            method=method, shift=shift, prediction=sampling.prediction,
         )  # fmt: skip
     import diffusers
 
@@ -57,7 +57,7 @@ def draw_samples(
     )
     scheduler.set_timesteps(sampling.steps)
     scheduler.set_begin_index(0)  # needed because rounded timesteps can repeat
-    predict, z = guided(model, text, sampling.scale, negative), noise
+    predict, z = guided(model, text, sampling.guidance_scale, negative), noise
     for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
         t = torch.full((len(z),), sigma, device=z.device)
         if sampling.prediction == "noise":

@@ -25,6 +25,7 @@ from ...models.lm import CausalLm
 from ...models.video import LrpeVideoTransformer, inflate_unchecked
 from ..common.folder import save_whole
 from .checkpoint import digest_of, first_sentence, read_checkpoint
+from .data.buckets import show_size
 from .encodings import find_reference, has_coordinates
 from .loop import WHOLE, Trainer
 
@@ -36,7 +37,7 @@ LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
 NORMS = (".attn.norm.", ".image.norm.", ".text.norm.")
 SIZES = ("patch", "dim", "depth", "heads", "qk_norm")
 FREE = ("encoding", "attention", "memory")  # model options that may differ, unless they change the weights' names
-# Kind of condition → name of the condition, and how to train with it.
+# Maps a kind of condition to the name of the condition and how to train with it.
 KINDS = {
     "captions": ("captions", "--condition captions, and data with captions"),
     "labels": ("class labels", "--condition labels, and data with classes"),
@@ -110,12 +111,14 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
     if not known or settings.get("reference") not in (0, ""):
         return None
     trained, grid = _find_grid(before), _find_grid(settings)
-    if len(grid) == 3 and (settings["causal"] or len(trained) == 2):  # time can't be rescaled, or is new
+    if len(grid) == 3 and (settings["causal"] or len(trained) == 2):  # the time axis can't be rescaled, or is new
         trained = grid[0], *trained[-2:]
     if trained == grid:
         return None
-    units = [settings["tubelet"], settings["patch"]] if len(grid) == 3 else [settings["patch"]]
-    reference = "x".join(str(n * unit) for n, unit in zip(trained[:-1], units, strict=True))
+    frames, (height, width) = trained[:-2], (number * settings["patch"] for number in trained[-2:])
+    if frames and height != width:  # --reference of `train video` is square
+        return None
+    reference = "x".join([*(str(number * settings["tubelet"]) for number in frames), show_size(height, width)])
     trained_text, grid_text = ("×".join(map(str, each)) for each in (trained, grid))
     return (
         f"trained with {trained_text} patches; this training has {grid_text}. To map their positions onto the trained "
@@ -125,9 +128,10 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
 
 def _find_grid(settings: dict[str, Any]) -> tuple[int, ...]:
     """Return the patch grid ([time,] height, width) that positions cover in a run on images or videos."""
-    frames, _, size = find_reference(settings).rpartition("x")
-    side = int(size) // settings["patch"]
-    return (int(frames) // settings["tubelet"], side, side) if frames else (side, side)
+    found, patch = [int(part) for part in find_reference(settings).split("x")], settings["patch"]
+    if "tubelet" in settings:
+        return found[0] // settings["tubelet"], found[1] // patch, found[1] // patch
+    return found[0] // patch, found[-1] // patch
 
 
 def _count_heads(model: nn.Module) -> int | None:
@@ -226,7 +230,7 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
     if models[0] == models[1]:
         differ.pop("model", None)
     else:
-        sizes = ("patch", "dim", "depth", "heads") if models[0] else ()  # a timm model defines its sizes
+        sizes = ("patch", "dim", "depth", "heads") if models[0] else ()  # a timm model has fixed sizes
         differ = {name: value for name, value in differ.items() if name not in sizes} | {"model": models[0]}
     named = {name: value for name, value in differ.items() if name not in FREE}
     named = named or ({"heads": heads} if heads else differ)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from accelerate import PartialState
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -47,6 +48,13 @@ class Work:
     validate: Callable[[Trainer], dict[str, float]] | None = None
     after_step: Callable[[Trainer], bool] | None = None
     in_processes: bool = False
+
+
+def report(*texts: str) -> None:
+    """In the first process, print the texts that are not empty to stderr."""
+    if PartialState().is_main_process:
+        for text in filter(None, texts):
+            typer.echo(text, err=True)
 
 
 def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:

@@ -44,13 +44,17 @@ from ..common.plots import plt, save
 
 FORMATS = ("png", "pdf", "svg")
 FREQUENCIES = tuple(DEFAULT_BASES)
+# Options for the encodings of --encoding in training commands that are not presets.
+MODULES = {
+    "rotate": "--frequencies axial", "cosine": "--frequencies axial --map cosine", "mixed": "--frequencies mixed",
+}  # fmt: skip
 PANELS = {
     "Encoding": "preset frequencies map axis_order base head_dim heads seed",
     "Picture": "compare shape reference text token head channel maps", "Output": "out format dpi dark",
 }  # fmt: skip
 
 
-OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # argument of the library → option
+OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # options by argument of the library
 IMPLIED = ("token", "segments", "shape", "reference")  # arguments for which the option depends on the call
 
 
@@ -173,8 +177,8 @@ def main(
         list[str] | None,
         typer.Option(
             "--preset", "-p",
-            help="Preset to plot, all, the name of your own scheme (with --import MODULE), or a JSON file of a scheme; "
-            "repeatable.",
+            help="Preset to plot: a name, 'all', the name of your own scheme (with --import MODULE), or a JSON file of "
+            "a scheme; repeatable.",
         ),
     ] = None,
     frequencies: Annotated[
@@ -203,7 +207,7 @@ def main(
     head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed for random directions.")] = 0,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Draw one figure with a row for each preset, instead of one figure each.")
+        bool, typer.Option("--compare", help="Draw one figure with a row for each preset.")
     ] = False,
     shape: Annotated[
         str | None,
@@ -242,12 +246,18 @@ def main(
         raise typer.BadParameter(
             "--compare: expected several presets, got one; pass --preset for each, or leave it out"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     if compare:
         save_figure(draw_comparison(views), unused_path(out / f"comparison.{format}"), dpi, dark)
         return
     for view in views:
         save_figure(draw(view), unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
+
+
+def _make_folder(out: Path) -> None:
+    if out.suffix[1:] in FORMATS or out.is_file():
+        raise typer.BadParameter(f"--out: expected a folder, got {out}; the figures get the names of the encodings")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, Any]) -> list[Subject]:
@@ -280,13 +290,13 @@ def _make_subject(
 
 
 def save_figure(figure: Figure, path: Path, dpi: int, dark: bool) -> None:
-    """Save and close a figure, optionally with a copy for dark pages, and print the figure's path."""
+    """Save and close a figure, optionally with a copy for dark pages, and print the paths."""
+    print(path)
     if dark:
-        save(figure, path, dpi=dpi)
+        print(save(figure, path, dpi=dpi))
     else:
         figure.savefig(path, dpi=dpi)
         plt.close(figure)
-    print(path)
 
 
 def _find_schemes(wanted: Sequence[str]) -> dict[str, str | Scheme]:
@@ -296,6 +306,8 @@ def _find_schemes(wanted: Sequence[str]) -> dict[str, str | Scheme]:
         if value.lower().endswith(".json"):
             name, scheme = re.sub(r"[^\w.-]+", "-", Path(value).stem), _read_scheme(value)
         else:
+            if value in MODULES:
+                raise typer.BadParameter(f"--preset: {value!r} is not a preset; to plot it, pass {MODULES[value]}")
             [name] = [scheme] = choose("--preset", [value], list_presets())
         if name in found:
             raise typer.BadParameter(f"--preset: expected different names, got {name!r} twice; rename the file")

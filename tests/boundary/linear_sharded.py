@@ -1,4 +1,4 @@
-"""Cases of linear attention for sharded.py; each compares with the unsharded computation."""
+"""Cases of linear attention for sharded.py. Each one compares its result with the unsharded computation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH, HEADS, TOKENS, ALL = Shard(0), Shard(1), Shard(2), Replicate()
 
 
 def inputs(mesh, *, q_tokens: int = 15, k_tokens: int = 15, batch: int = 2, key_heads: int = 2) -> dict[str, Tensor]:
-    """Return inputs of map "cosine" with head_dim 8 and two axes; v has a different head_dim."""
+    """Return inputs for the map "cosine" with head_dim 8 and two axes. v has a different head_dim."""
     q, k = normal(mesh, batch, 4, q_tokens, 8), normal(mesh, batch, key_heads, k_tokens, 8)
     v, gate = normal(mesh, batch, key_heads, k_tokens, 6), normal(mesh, batch, 1, k_tokens).abs()
     omega, phase = normal(mesh, 1, 8, 2), normal(mesh, 1, 8)
@@ -56,7 +56,7 @@ def attend(tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ..
 def same(mesh, tensors: dict[str, Tensor], where: dict[str, Any], **options: Any) -> None:
     """Check that outputs, states and all gradients of DTensors equal those of one process.
 
-    where: placements by name; tensors without one stay plain, which is equivalent to replicated.
+    ``where`` holds placements by name. Tensors without a placement stay plain, which is equivalent to replicated.
     """
     whole = {name: leaf(t) for name, t in tensors.items()}
     expected = attend(whole, options)
@@ -137,7 +137,7 @@ def linear_memory(mesh, impl):
 
 
 def memory(mesh, size: tuple[int, ...] | None, **sizes: Any) -> dict[str, Tensor]:
-    """Return inputs with decays of this size, and gates, some of which are 0.
+    """Return inputs with decays of this size, and with gates. Some gates are 0.
 
     Gates and angles are small, so that no state grows and no denominator is close to 0.
     """
@@ -157,7 +157,7 @@ def choose_impl(mesh, impl: str) -> str:
 
 
 def each_normalizer(mesh, tensors, where, **options):
-    """Compare each normaliser, in the forward also with initial and final states."""
+    """Compare each normaliser. Forward passes also have initial and final states."""
     for normalizer in NORMALIZER_NAMES:
         given = dict(tensors)
         if normalizer == "none":
@@ -171,7 +171,7 @@ def each_normalizer(mesh, tensors, where, **options):
 
 @case
 def linear_memory_tokens(mesh, impl):
-    """Shard whole frames of a memory that forgets, in which the ranks exchange their maps."""
+    """Shard whole frames of a memory that forgets. The ranks exchange their maps."""
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
     ends = {"positions": Grid((4, 3), prefix=2, suffix=2), "block": 3}  # 2 + 3 * 4 + 2 tokens
     for rule, directions in FORGETTING:
@@ -191,7 +191,7 @@ def linear_memory_tokens(mesh, impl):
 
 @case
 def linear_decay_of_tokens(mesh, impl):
-    """Shard causal tokens unevenly, with decays per head and per token; one-token frames have a prefix and a suffix."""
+    """Shard causal tokens unevenly, with decays per head and per token. One-token frames have a prefix and suffix."""
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
     table = normal(mesh, 12, 2)
     for size in ((2,), (1, 2, 15)):
@@ -290,7 +290,7 @@ def linear_memory_of_one_rank(mesh, impl):
 
 @partial(case, world_size=3)
 def linear_three_ranks(mesh, impl):
-    """Shard frames unevenly; a rank has only the prefix, or no tokens; all ranks reject the same split."""
+    """Shard frames unevenly, so that a rank has only the prefix or no tokens. All ranks reject the same split."""
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
     for rule, directions in FORGETTING:
         for grid in (
@@ -304,7 +304,7 @@ def linear_three_ranks(mesh, impl):
             tensors = with_state(mesh, tensors) if directions == "forward" else tensors
             same(mesh, tensors, where, directions=directions, **options)
     same(mesh, with_state(mesh, memory(mesh, (2, 2, 15))), where, positions=GRID, is_causal=True)
-    # 3, 3 and 2 tokens: the third rank, which has a whole frame, raises as well.
+    # With 3, 3 and 2 tokens, the third rank has a whole frame, but also raises the error.
     q, k, v = (distribute_tensor(inputs(mesh, q_tokens=8, k_tokens=8)[name], mesh, [TOKENS]) for name in QKV)
     for rule in ("add", "delta"):
         with pytest.raises(ValueError, match=r"block: expected each shard .* of 2 tokens .*, got tokens 0 to 3"):
@@ -313,7 +313,7 @@ def linear_three_ranks(mesh, impl):
 
 @case
 def linear_tokens(mesh, impl):
-    """Shard tokens unevenly: the state needs one all-reduce, and causal masks need the sum over earlier ranks."""
+    """Shard tokens unevenly. The state needs one all-reduce, and causal masks need the sum over earlier ranks."""
     tensors = inputs(mesh)
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
     table = normal(mesh, 12, 2)
@@ -358,7 +358,7 @@ def have_second_derivatives(mesh):
 
 @case
 def linear_double_backward(mesh, impl):
-    """Sums across ranks are differentiable to any order."""
+    """Check that sums across ranks are differentiable to any order."""
     if not have_second_derivatives(mesh):
         return
     causal, frames = {"positions": GRID, "is_causal": True}, {"positions": Grid((4, 3)), "block": 3}

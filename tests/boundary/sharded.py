@@ -1,4 +1,4 @@
-"""Cases that each process of test_sharding.py runs; each compares with the unsharded computation."""
+"""Cases that each process of test_sharding.py runs. Each case compares its result with the unsharded computation."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def same(mesh: Any, placements: Any, encode: Callable[..., Any], plain: dict[str
     actual = actual if isinstance(actual, tuple) else (actual,)
     for y, x in zip(actual, shards, strict=True):
         assert y.placements == x.placements
-    # Not .backward(), since torch 2.11 replicates gradients that it accumulates into uneven shards.
+    # We don't call .backward(), because torch 2.11 replicates gradients that it accumulates into uneven shards.
     shard_grads = [distribute_tensor(g, mesh, y.placements) for g, y in zip(grads, actual, strict=True)]
     dshards = torch.autograd.grad(actual, [*shards, *tables.values()], shard_grads)
     for i, (y, right) in enumerate(zip(actual, expected, strict=True)):
@@ -110,7 +110,7 @@ def same(mesh: Any, placements: Any, encode: Callable[..., Any], plain: dict[str
 
 @case
 def batch(mesh, impl):
-    """Shard the batch evenly, unevenly and with an empty rank; per-sample positions and origins are sharded, too."""
+    """Shard the batch evenly, unevenly and with an empty rank. Per-sample positions and origins are sharded too."""
     omega, phase = normal(mesh, 2, 4, 2), normal(mesh, 1, 4)
     origin = torch.tensor([[1, 2], [30, 4], [5, 60]], device=mesh.device_type)
     for n in (3, 1):
@@ -128,7 +128,7 @@ def batch(mesh, impl):
 
 @case
 def kernel(mesh, impl):
-    """Run the kernels; a rank without samples launches nothing but takes part in the all-reduce."""
+    """Run the kernels. A rank without samples launches nothing, but takes part in the all-reduce."""
     for batch, p in ((2, Shard(1)), (1, Shard(0))):
         same(
             mesh, [p], lambda *xs, **w: rotate(*xs, positions=GRID, impl=impl, **w), {}, q=normal(mesh, batch, 4, 7, 8),
@@ -138,7 +138,7 @@ def kernel(mesh, impl):
 
 @case
 def tables(mesh, impl):
-    """Shard cos and sin like x, or keep them as plain tensors, with gradients; the kernels run without gradients."""
+    """Shard cos and sin like x, or keep them as plain tensors. Only the reference runs with gradients."""
 
     def encode(*xs, cos, sin, prefix=1, impl="reference", norm=None):
         return rotate(*xs, tables=(cos, sin), prefix=prefix, norm=norm, impl=impl)
@@ -223,7 +223,7 @@ def norms(mesh, impl):
 
 @case
 def tokens(mesh, impl):
-    """Shard a sequence unevenly; each token keeps its position."""
+    """Shard a sequence unevenly. Each token keeps its position."""
     q, k, omega = normal(mesh, 2, 4, 7, 8), normal(mesh, 2, 2, 7, 8), normal(mesh, 2, 4, 2)
     rotated = torch.tensor([True, False, True, True, True], device=mesh.device_type)
     for positions in (
@@ -420,7 +420,7 @@ def sequence_parallel(mesh, impl):
 
 @case
 def fsdp2(mesh, impl):
-    """Keep frequencies float32 under bf16 in a separate group; their gradient is the mean over the ranks."""
+    """Keep frequencies in float32 under bf16, in a separate group. Their gradient is the mean over the ranks."""
 
     class Block(torch.nn.Module):
         def __init__(self):

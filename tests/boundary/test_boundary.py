@@ -39,7 +39,7 @@ def fresh_compiler():
 
 
 def example(map: str, device: str, dtype=torch.float64, act="silu", heads=(2, 1), **kwargs):
-    """Return a call as a function of the inputs, omega and phase only, and arguments for it."""
+    """Return a function of only the inputs, omega and phase that makes a call, and arguments for the function."""
     case = Case(map, (2, 3), heads=heads, head_dim=4, batch=1, act=act, dtype=dtype, phase=True, **kwargs)
     inputs = make_inputs(case, device)
     assert inputs.phase is not None
@@ -66,13 +66,13 @@ def test_gradcheck_and_gradgradcheck(chosen, map, impl, device):
     def f(*args):
         return call(*args, impl=impl)
 
-    fast = impl == "triton"  # random directions instead of all entries, since interpreted kernels are slow
+    fast = impl == "triton"  # random directions instead of all entries, because interpreted kernels are slow
     assert torch.autograd.gradcheck(f, args, fast_mode=fast)
     assert torch.autograd.gradgradcheck(f, args, fast_mode=True)
 
 
 def test_double_backward_of_a_linear_map(map, impl, device):
-    """Only omega is saved; the second derivative passes through the first one's gradient."""
+    """Only omega is saved. The second derivative passes through the gradient of the first one."""
     call, args = example(map, device, act="none")
     fixed = [a.detach() for a in args[2:]]
 
@@ -169,7 +169,7 @@ def test_triton_refuses_transforms(map, device):
 
 
 def tracing(device: str) -> str:
-    """Return a compiler that only traces, since inductor takes seconds to compile C++."""
+    """Return a compiler that only traces, because inductor takes seconds to compile C++."""
     return "inductor" if device == "cuda" else "aot_eager"
 
 

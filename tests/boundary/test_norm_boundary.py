@@ -30,7 +30,7 @@ def fresh_compiler():
 
 
 def example(device, form, dtype=torch.float64, impl="auto", shape=(2, 3)):
-    """Return a call as a function of q, k, omega, phase and weights, and arguments for it."""
+    """Return a function of q, k, omega, phase and weights that makes a call, and arguments for the function."""
     case = Case("rotate", shape, heads=(2, 1), head_dim=4, batch=1, act="silu", dtype=dtype, phase=True, **form)
     inputs = make_inputs(case, device)
     forward = bind(inputs, impl)
@@ -44,7 +44,7 @@ def example(device, form, dtype=torch.float64, impl="auto", shape=(2, 3)):
 
 @pytest.mark.parametrize("form", slow_except(FORMS[:1], FORMS), ids=str)
 def test_gradcheck_of_the_kernels(form, device):
-    call, args = example(device, form, impl="triton", shape=(1, 2))  # small, since it takes dozens of interpreted calls
+    call, args = example(device, form, impl="triton", shape=(1, 2))  # small, because there are dozens of calls
     assert torch.autograd.gradcheck(call, args, fast_mode=True)
     assert torch.autograd.gradgradcheck(call, args, fast_mode=True)
 
@@ -163,7 +163,7 @@ def test_export(over, device):
 
 @pytest.mark.parametrize("over", ["head", "heads"])
 def test_cached_call_uses_new_weights(over, device):
-    """The cache contains no weights, and weights of a different form are validated again."""
+    """The cache contains no weights. Weights of a different form are validated again."""
     q = torch.randn(1, 4, 6, 8, device=device)
     omega, grid = torch.randn(1, 4, 2, device=device), Grid((2, 3))
     size = (4, 8) if over == "heads" else (8,)

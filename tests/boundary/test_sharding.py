@@ -1,4 +1,4 @@
-"""DTensor, FSDP2 and sequence parallelism in several processes; sharded.py has the cases."""
+"""DTensor, FSDP2 and sequence parallelism in several processes. The cases are in sharded.py."""
 
 import itertools
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def in_processes(backend, impl, folder, count=2):
 
 @pytest.mark.skipif(not GLOO, reason="torch is built without gloo")
 def test_two_processes(tmp_path):
-    """Run all cases in one start, since importing torch twice takes longer than the cases."""
+    """Run all cases in one start, because importing torch twice takes longer than the cases."""
     in_processes("gloo", "triton", tmp_path)
 
 

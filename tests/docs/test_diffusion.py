@@ -1,4 +1,4 @@
-"""The first run of docs/diffusion.md: its data, its commands with few steps, and sampling in Python."""
+"""The first run of docs/diffusion.md works: the data, the commands with few steps, and sampling in Python."""
 
 import doctest
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from lrpe_md.scripts.train.app import app
 from PIL import Image
+from train_commands import with_options
 from typer.testing import CliRunner
 
 PAGE = (Path(__file__).parents[2] / "docs" / "diffusion.md").read_text(encoding="utf-8")
@@ -24,7 +25,7 @@ def test_the_first_run(tmp_path, monkeypatch):
     exec(find_block("python", "load_digits"), {})
     train, draw = (shlex.split(line) for line in find_block("bash", "digits.npz").splitlines())
     fast = ["--steps", "2", "--sample-steps", "1", "--device", "cpu", "--no-tensorboard", "--no-progress"]
-    for command in ([*train, *fast], [*draw, "--steps", "1", "--device", "cpu"]):
+    for command in (with_options(train, *fast), [*draw, "--steps", "1", "--device", "cpu"]):
         done = CliRunner().invoke(app, command[2:], env={"COLUMNS": "400", "NO_COLOR": "1"})
         assert (command[:2], done.exit_code) == (["lrpe-md", "train"], 0), done.output
     with Image.open("digits.png") as sheet:

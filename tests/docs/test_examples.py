@@ -104,6 +104,23 @@ def test_finetune_timm(tmp_path, capsys):
     assert "--size: expected a side or HEIGHTxWIDTH, got '64x96x3'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "resnet18"], "--model resnet18: ResNet"),
+        (["--model", "vit_tini_patch16_224"], "--model vit_tini_patch16_224: Unknown model"),
+        (["--model", "test_vit"], "--model test_vit: model: expected a model that calls a function to rotate q and k"),
+        (["--model-kwargs", "height=1"], "unexpected keyword argument 'height'"),
+    ],
+)
+def test_finetune_timm_rejects_unsuitable_models(tmp_path, capsys, options, message):
+    (tmp_path / "red").mkdir()
+    reject("finetune_timm", "--data", tmp_path, *options)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert message in said
+    assert said.endswith("; pass a ViT with RoPE (see --help), or read docs/recipe.md")
+
+
 def test_finetune_timm_rejects_train_and_val_as_classes(tmp_path, capsys):
     for part in ("train", "val"):
         (tmp_path / part / "red").mkdir(parents=True)
@@ -163,7 +180,7 @@ def test_stream_video(tmp_path, capsys):
 
 
 def reject(name, *command):
-    """Run an example with a mistake, which must end with a usage error."""
+    """Run an example with a mistake, and check that it ends with a usage error."""
     with pytest.raises(SystemExit) as raised:
         load(name).main([str(arg) for arg in command])
     assert raised.value.code not in (0, None)
@@ -171,7 +188,7 @@ def reject(name, *command):
 
 
 def test_stream_video_with_a_trained_model(tmp_path, capsys):
-    """The scores of the frame that ends a clip are those of the clip."""
+    """The last frame of a clip has the same scores as the clip."""
     from lrpe_md.scripts.train.runs import load_clip, load_run
     from lrpe_md.scripts.train.tasks.video import VideoTraining, run
 

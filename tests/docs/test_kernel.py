@@ -1,4 +1,4 @@
-"""The kernel in 80 lines of docs/kernel.md agrees with the library's, and the drawings can be made."""
+"""The 80-line kernel of docs/kernel.md agrees with the library's kernel, and the drawings can be made."""
 
 import pytest
 import torch

@@ -20,12 +20,13 @@ README = ROOT / "README.md"
 ELSEWHERE = {
     "schemes.md",
     "runtime.md",
+    "image.md",
     "recipe.md",
     "several-gpus.md",
     "your-own-training.md",
 }  # separate tests run their code
 ALL = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
-PRINTED = {  # expected output by page; other pages with code that runs print nothing
+PRINTED = {  # expected output by page; the code on other pages prints nothing
     "README.md": [
         "torch.Size([2, 12, 281, 64])", "torch.Size([2, 1000])",
         "adapted: model.layers.0.self_attn (Qwen3Attention): apply_rotary_pos_emb",
@@ -115,7 +116,7 @@ def test_readme_fits_one_page():
 
 
 def test_rows_of_the_readme_run():
-    """The rows of "you have, you write" that only need q, k and v run."""
+    """The code in rows of "you have, you write" runs if it only needs q, k and v."""
     import torch
 
     import lrpe_md
@@ -142,7 +143,7 @@ def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-STEPS = {  # rows of the README: our row of the table of training steps, and timm's
+STEPS = {  # rows of the README: our row and timm's row in the table of training steps
     "cost of axial RoPE in a training step: time, memory": ("**axial**", "timm-axial"),
     "the same with `keep_encoded=False`": ("**axial-again**", None),
     "cost of mixed RoPE in a training step: time, memory": ("**mixed**", "timm-mixed"),
@@ -209,7 +210,7 @@ def test_links_of_pictures_in_the_readme():
 
 
 def test_code_fits_on_the_page():
-    """Code in the guides fits next to both menus, or the page hides the table of contents."""
+    """Code in the guides fits next to both menus. Otherwise, the page hides the table of contents."""
     wide = dict.fromkeys(("architecture.md", "diffusion.md", "video.md", "your-own-code-base.md"), 150)
     for path in (README, *DOCS.glob("*.md")):
         text = path.read_text(encoding="utf-8")

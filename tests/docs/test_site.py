@@ -79,7 +79,7 @@ def test_the_table_of_conventions(site):
 
 
 def test_asterisks_stay(site):
-    text = (site / "which-encoding.html").read_text(encoding="utf-8")
+    text = (site / "image.html").read_text(encoding="utf-8")
     assert "train/CLASS/*.png" in text
 
 

@@ -31,7 +31,7 @@ LAYOUTS = [
 ]
 IMAGE, VIDEO, START, TEXT = 1, 2, 3, 100
 BASE = 5e6
-# circlerope fails with a dff_rate and more than one frame, since it repeats the frames twice.
+# circlerope fails with a dff_rate and more than one frame, because it repeats the frames twice.
 
 
 def sections(head_dim: int, shares: tuple[int, ...]) -> list[int]:

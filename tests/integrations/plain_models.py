@@ -51,7 +51,7 @@ class EditedAttention(Attention):
 
 
 class Runs(nn.Module):
-    """Model that runs its blocks, each under a checkpoint if the model has checkpointing."""
+    """Model that runs its blocks. If the model has checkpointing, each block runs under a checkpoint."""
 
     checkpointing = None
 
@@ -235,7 +235,7 @@ class MaeAttention(Attention):
 
 
 class Mae(Runs):
-    """MAE whose encoder sees the class token and the kept patches. Its decoder sees all patches and has other heads."""
+    """MAE whose encoder sees the class token and the kept patches. The decoder sees all patches."""
 
     attention: type = MaeAttention
 
@@ -275,7 +275,7 @@ class Mae(Runs):
 
 
 class PlacedMae(Mae):
-    """MAE with a user's method for adapt_attention, which draws patches and returns the positions of the kept ones."""
+    """MAE with a user's method for adapt_attention. It draws patches, and returns the positions of the kept ones."""
 
     def choose(self, ids_keep):
         set_positions(self, Grid(self.size, prefix=1).take(ids_keep))

@@ -237,7 +237,7 @@ def vit(name: str, shard: Any, mesh: Any) -> None:
 
 
 def linear(name: str, shard: Any, mesh: Any) -> None:
-    """Learned frequencies of linear attention are gathered, used and reduced in their own dtype."""
+    """Check that learned frequencies of linear attention are gathered, used and reduced in their own dtype."""
     torch.manual_seed(0)
     model = models.library("timm").create_model(
         "vit_tiny_patch16_224", img_size=(16, 16 * 20), depth=2, embed_dim=64, num_heads=2

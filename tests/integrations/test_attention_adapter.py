@@ -1,4 +1,4 @@
-"""adapt_attention adds an encoding to models without one, compared with the same models with edited forwards."""
+"""adapt_attention adds an encoding to models without one. The results equal those of models with edited forwards."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @dataclass(frozen=True)
 class Style:
-    """A model, its edited twin, the positions of its tokens, and inputs of a given size."""
+    """A model, the model's edited twin, the positions of the tokens, and inputs of a given size."""
 
     build: Any
     edited: Any
@@ -140,7 +140,7 @@ def test_equals_edited_forwards(name, encoding, device):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", STYLES)
 def test_checkpointing(name, reentrant):
-    """Each recomputed part has the positions of its own forward, also if several forwards precede a backward."""
+    """Each recomputed part uses the positions of its own forward, even if several forwards precede a backward."""
     style = STYLES[name]
     model, twin = style.pair("rotate", learnable=True)
     model.checkpointing = twin.checkpointing = reentrant
@@ -160,7 +160,7 @@ def assert_within_budget(found, same, exact):
 
 
 def run_exactly(twin, inputs):
-    """Run the same in float64, with the same random draws."""
+    """Run the same computation in float64, with the same random draws."""
     return run(copy.deepcopy(twin).double(), to_double(inputs))
 
 
@@ -174,7 +174,7 @@ SLOWER = [("uvit", True), ("mae", None), ("gpt", None)]
     ("name", "reentrant"), [("dit", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER)]
 )
 def test_compiled(name, reentrant):
-    """There is one graph for all sizes after the first, also with a checkpoint in it."""
+    """After the first size, there is one graph for all sizes, even with a checkpoint."""
     style = STYLES[name]
     model, twin = style.pair("rotate", learnable=True)
     model.checkpointing = reentrant
@@ -205,14 +205,14 @@ def test_blocks_compiled_one_by_one():
     found, same = (run(partial(run_all, m, inputs), (), m) for m in (model, twin))
     exact = run(partial(run_all, wide := copy.deepcopy(twin).double(), [to_double(x) for x in inputs]), (), wide)
     assert_within_budget(found, same, exact)
-    assert graphs.frame_count <= 3  # one per grid, and one because the first block's input is a view
+    assert graphs.frame_count <= 3  # one graph per grid, and another because the first block's input is a view
     hidden, condition = model.embed(*inputs[0])
     with pytest.raises(Exception, match=r"positions|Observed exception"):
         model.blocks[0](hidden, condition)  # outside of the model's forward
 
 
 def test_compiled_blocks_are_not_mixed_up():
-    """Layers have separate encodings, and two models share a class."""
+    """This holds if layers have separate encodings, and if two models share a class."""
     style = STYLES["dit"]
     pairs = [style.pair("mixed"), style.pair("rotate", base=7.0), style.pair("rotate", base=70.0)]
     torch._dynamo.reset()
@@ -224,7 +224,7 @@ def test_compiled_blocks_are_not_mixed_up():
 
 
 def test_what_is_compiled_follows_patches(monkeypatch):
-    """Patches of an attention's forward, or of its globals, take effect after compiling."""
+    """If an attention's forward or its globals are patched, the patch takes effect after compiling."""
     style = STYLES["dit"]
     model, twin = style.pair("rotate")
     inputs = style.inputs((8, 12))
@@ -244,7 +244,7 @@ def test_what_is_compiled_follows_patches(monkeypatch):
 
 
 def test_what_is_compiled_does_not_keep_a_model():
-    """The name that its copied forward calls is in torch.nn.functional."""
+    """This must hold although the name that its copied forward calls is in torch.nn.functional."""
     style = STYLES["dit"]
     model, _ = style.pair("rotate")
     torch._dynamo.reset()
@@ -455,7 +455,7 @@ def test_transforms():
 
 
 def test_hooks_on_saved_tensors():
-    """The caller's hooks see every tensor; in-place changes since the forward are detected."""
+    """The caller's hooks see every tensor. In-place changes after the forward are detected."""
     style = STYLES["dit"]
     model, twin = style.pair("rotate", learnable=True)
     inputs = style.inputs((8, 12))
@@ -523,7 +523,7 @@ def test_encodings(kind):
 
 @pytest.mark.parametrize("form", ["grid", "coordinates", "tensor"])
 def test_fixed_positions(form):
-    """Fixed positions apply to all inputs, also outside of the model's forward."""
+    """Fixed positions apply to all inputs, even outside of the model's forward."""
     style = STYLES["dit"]
     grid = Grid((4, 6))
     table = grid.coordinates(dtype=torch.float32)
@@ -615,7 +615,7 @@ class Rotary(plain.Attention):
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("switch", [{}, {"rope": True}, {"rope": True, "rotary_emb": None}])
 def test_models_that_already_rotate(adapted, switch):
-    """q and k would be encoded twice."""
+    """Otherwise, q and k would be encoded twice."""
     model = plain.Dit()
     model.blocks[1].attn = Rotary()
     vars(model).update(switch)

@@ -1,6 +1,7 @@
 """Models that are changed before or after adapting give the same results as the original.
 
-A case is a model and a change. Each is tested in both orders: change, then adapt; and adapt, then change.
+A case is a model and a change. Each case is tested in both orders: first change then adapt, and first adapt then
+change.
 """
 
 import contextlib
@@ -194,7 +195,7 @@ def test_amplitudes_of_a_model_s_own():
 
 
 def test_adapted_after_a_long_input():
-    """By then, a model with dynamic frequencies has rewritten its buffer."""
+    """After a long input, a model with dynamic frequencies has rewritten its buffer."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     stock = tiny("Llama", max_position_embeddings=64, rope_parameters=dynamic)
     model, long = copy.deepcopy(stock), torch.arange(100)[None] % 99
@@ -361,7 +362,7 @@ def test_ways_to_call_a_function(name):
 
 
 def turn_wrongly(q, k, cos, sin, unsqueeze_dim=1):
-    """Compute something that looks like the known function but is not a rotation: one sign differs."""
+    """Compute something that looks like the known function but is not a rotation, because one sign differs."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     half = q.shape[-1] // 2
     return tuple(x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
@@ -424,7 +425,7 @@ def test_everything_else_stays():
 
 
 def count_calls(call, in_package=False):
-    """Return how many Python functions are called, of all files or those of this package."""
+    """Return how many Python functions are called, in all files or in those of this package."""
     files = []
     sys.setprofile(lambda frame, event, _: files.append(frame.f_code.co_filename) if event == "call" else None)
     try:
@@ -435,7 +436,7 @@ def count_calls(call, in_package=False):
 
 
 def test_few_calls_in_python():
-    """Adapting a model whose functions are cached, and running it, takes few calls."""
+    """Few Python calls are needed to adapt a model whose functions are cached, and to run it."""
     pytest.importorskip("diffusers")
     from lrpe_md.scripts.adapters import trial_diffusers
 

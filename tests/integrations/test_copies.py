@@ -122,7 +122,7 @@ def ours_for(function):
 
 
 def exchange(function):
-    """Replace functions whose names end in rope, and partials of them."""
+    """Replace functions whose names end in rope, and partials of such functions."""
     if isinstance(function, functools.partial):
         return exchange(function.func)
     return ours_for(function) if function.__name__.endswith("rope") else None

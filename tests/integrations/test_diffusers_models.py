@@ -75,7 +75,7 @@ def compare(model, call=trial_diffusers.call):
 
 
 def test_a_theta_that_is_written_afterwards_is_followed():
-    """This also works after the model was adapted."""
+    """This also works after the model has been adapted."""
     model = trial_diffusers.build("Flux2Transformer2DModel")
     first = compare(model)
     model.pos_embed.theta = 77
@@ -107,7 +107,7 @@ def test_frequencies_that_are_scaled_by_hand_are_followed():
 
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_processor_of_the_users_is_followed(power):
-    """The processor's changes to the tables take effect; here it doubles the angles."""
+    """The processor's changes to the tables take effect. Here, the processor doubles the angles."""
     model = trial_diffusers.build(QWEN)
     base = type(model.transformer_blocks[0].attn.processor)
 
@@ -193,7 +193,7 @@ def test_an_ip_adapter():
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_fork_in_a_module_of_another_name(where, tmp_path, monkeypatch):
-    """The same code under another module name, as in trainers that vendor it, is recognised."""
+    """The same code is recognised under another module name, as in trainers that vendor it."""
     import diffusers.models.transformers.transformer_flux as flux
 
     source = Path(flux.__file__).read_text(encoding="utf-8")

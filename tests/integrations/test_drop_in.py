@@ -1,4 +1,4 @@
-"""drop_in replaces third-party rotary functions with our kernel; outputs, dtypes and gradients are equal."""
+"""drop_in replaces third-party rotary functions with our kernel. Outputs, dtypes and gradients stay the same."""
 
 import copy
 import functools
@@ -51,7 +51,7 @@ def cast(value, dtype):
 
 
 def run_both(function, ours, args, kwargs, launches):
-    """Return the outputs of the original and of the drop-in, which must have launched our kernel."""
+    """Return the outputs of the original and of the drop-in. Check that the drop-in has launched our kernel."""
     expected = function(*copy.deepcopy(args), **kwargs)
     ours(*args, **kwargs)  # probes
     launches.clear()
@@ -74,7 +74,7 @@ def drop(name):
 
 
 def call_of(name):
-    """Return a function and the arguments of a call; its drop-in is reused in all tests."""
+    """Return a function and the arguments of a call. All tests reuse the function's drop-in."""
     call = rf.calls()[name]
     return drop(name).original, call.args, call.kwargs
 
@@ -554,7 +554,7 @@ def test_the_random_state_is_left(launches):
     slow_except(["hf_llama", "torchtune, positions"], [*SOME, "torchtune, positions", "lightning", "timm, half"]),
 )
 def test_compile(name, launches):
-    """The drop-in compiles to one graph, also for new kinds of arguments."""
+    """The drop-in compiles to one graph, even for new kinds of arguments."""
     torch._dynamo.reset()
     function, args, kwargs = call_of(name)
     compiled = torch.compile(drop_in(function), fullgraph=True, backend="aot_eager")
@@ -656,7 +656,7 @@ def three_channels_mixed(x, cos, sin):
     return x * cos + rf.quarter_turn(x) * sin + x.roll(1, -1) * sin
 
 
-@refused("different order than the tokens")
+@refused("order that differs from the tokens")
 def channels_of_a_table_by_token(x, cos, sin):
     place = (torch.arange(x.shape[-2])[:, None] + torch.arange(x.shape[-1])) % x.shape[-1]
     return x * cos.gather(-1, place) + rf.quarter_turn(x) * sin.gather(-1, place)

@@ -81,7 +81,7 @@ def kept_bytes(run, args):
 
 
 def kept_bytes_compiled(run, args):
-    """Count the same bytes for a compiled function, whose node only shows its tensors to hooks in torch 2.11."""
+    """Count the same bytes for a compiled function. In torch 2.11, its node only shows its tensors to hooks."""
     found = {}
 
     def note(t):
@@ -217,7 +217,7 @@ def count_copies(monkeypatch):
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("map", MAPS)
 def test_the_gradient_of_a_packed_projection(map, batched, num_key_heads, device, monkeypatch):
-    """The kernels write dq and dk into the gradient of `qkv`; dv is copied."""
+    """The kernels write dq and dk into the gradient of `qkv`. dv is copied."""
     torch.manual_seed(0)
     heads = (3, H) if num_key_heads is None else (H + 2 * num_key_heads,)
     qkv = torch.randn(*((B,) if batched else ()), N, *heads, D, device=device, requires_grad=True)
@@ -264,7 +264,7 @@ def test_the_gradient_of_linear_attention_is_written_in_place(map, shape, option
 @pytest.mark.parametrize(("attention", "copies_a_block"), [("softmax", 1), ("linear", 0)])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_the_gradient_of_a_vision_transformer(impl, attention, copies_a_block, device, monkeypatch):
-    """By default, encoded tensors are kept. The kernels write the gradient in place; the reference doesn't."""
+    """By default, encoded tensors are kept. The kernels write the gradient in place, but the reference doesn't."""
     torch.manual_seed(0)
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=48, depth=2, embed_dim=32, num_heads=2, num_classes=3, pos_embed="none"
@@ -309,7 +309,7 @@ def test_gradients_that_are_not_in_place(used, device):
     "how impl options", [("none", False), ("silu", True)], ["reference", "triton"], [{}, {"masked": True}]
 )
 def test_compiled(how, impl, options, device):
-    """In compiled code, only the encoding runs again, even if it is behind an operator."""
+    """In compiled code, only the encoding runs twice, even if it is behind an operator."""
     torch.compiler.reset()
     act, learn = how
     run, args = call(device, act=act, learn=learn, impl=impl, **options)
@@ -319,7 +319,7 @@ def test_compiled(how, impl, options, device):
     for a, b in zip(gradients(again, args), gradients(usual, args), strict=True):
         assert torch.equal(a, b)
     saved = kept_bytes_compiled(usual, args) - kept_bytes_compiled(again, args)
-    # SDPA's backward on a GPU keeps a mask padded to 8 columns, which is padded again; the reference keeps cos and sin.
+    # On a GPU, SDPA's backward stores a padded mask of 8 columns. The reference stores cos and sin.
     padding = N * (-N % 8) * 4 if options and device == "cuda" else 0
     assert saved == 2 * UNIT + padding if impl == "triton" else saved >= 2 * UNIT, saved
 

@@ -1,4 +1,4 @@
-"""A backbone's encoding: how it is built, what layers and heads share, its names, and scaled positions."""
+"""A backbone's encoding: how it is built, what layers and heads share, its parameter names, and scaled positions."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_options_of_the_model_without_options_of_the_encoding(encoding):
 
 @pytest.mark.parametrize("encoding", ["cosine", "rotate", "mixed", "eva02", preset("eva02", 24), None, "none"])
 def test_listed_options_are_accepted(encoding):
-    """No option that is listed for an encoding is rejected as unknown, whatever its value."""
+    """An option that is listed for an encoding is never rejected as unknown, whatever its value."""
     errors = []
     for name in encoding_options(encoding):
         try:

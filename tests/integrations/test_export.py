@@ -1,4 +1,4 @@
-"""Models for other runtimes: ONNX by both exporters, torch.jit.trace, and the operators that they meet."""
+"""Models for other runtimes: both ONNX exporters, torch.jit.trace, and the operators in exported programs."""
 
 import operator
 
@@ -41,7 +41,7 @@ def with_reference(model):
 
 
 def build(name):
-    """Build a model with random weights, also for those that are initialised with zeros."""
+    """Build a model with random weights, including those that are initialised with zeros."""
     model, generator = MODELS[name](), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -64,13 +64,13 @@ OTHER = [(2, 7, 3), (1, 14, 14), (3, 2, 5)]
 
 @pytest.fixture(scope="module", params=slow_except(["a timm ViT"], MODELS))
 def exported(request):
-    """Return a name, a model and its program for any size, which takes as long to export as the parts below."""
+    """Return a name, a model, and its program for any size. The export takes as long as all of the tests below."""
     model, x = build(request.param), image(request.param, 2, 4, 6)
     return request.param, model, torch.export.export(model, (x,), dynamic_shapes=any_size(x))
 
 
 def test_exported_for_any_size(exported):
-    """There is one program. It only uses torch's operators, and none on which ONNX exporters fail."""
+    """There is one program. It only uses torch's operators, and no operator on which ONNX exporters fail."""
     name, model, program = exported
     program = program.run_decompositions()
     for size in OTHER:
@@ -123,7 +123,7 @@ def test_onnx(exported, tmp_path):
         torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-5)
 
 
-# The older exporter can't trace the attention of timm's rotary ViTs, of which adapting only replaces the rotation.
+# The older exporter can't trace the attention of timm's rotary ViTs. Adapting only replaces the rotation in it.
 OLDER = [name for name in MODELS if name != "timm's mixed"]
 
 

@@ -1,4 +1,4 @@
-"""Attentions of known classes: norms and tokens in front go with the rotation while that is right, and only then."""
+"""In known attention classes, norms and prefix tokens are fused with the rotation if and only if this is correct."""
 
 import copy
 
@@ -140,7 +140,7 @@ def test_hunyuan_with_an_output_projection_in_its_single_stream():
 
 
 def test_another_number_of_tokens_in_front():
-    """The instance's setting counts, not that of its class. Its tables have one row per rotated token."""
+    """The setting of the instance counts, not that of its class. The tables have one row per rotated token."""
     model = models.timm_vit("eva02", class_token=False, global_pool="avg")
     adapted = adapt_rotary(copy.deepcopy(model))
     models.same(model, adapted, models.logits, models.image(model))

@@ -77,7 +77,7 @@ def run_all(library, impl):
     return found
 
 
-@pytest.mark.filterwarnings("ignore:lrpe_md. the interpreter of Triton")  # fixed by the tests, as the copy can't know
+@pytest.mark.filterwarnings("ignore:lrpe_md. the interpreter of Triton")  # fixed by the tests, which it can't know
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_equal_beside_the_installed_library(kernels, impl):
     expected = run_all(lrpe_md, impl)
@@ -171,7 +171,7 @@ def test_a_folder_of_others_stays(folder, tmp_path):
 
 
 def test_their_own_tools_take_it(tmp_path):
-    """The tools of the ``kernels`` package accept the kernel, if they are installed."""
+    """If the tools of the ``kernels`` package are installed, they accept the kernel."""
     try:
         importlib.metadata.version("kernels")  # tests/kernels has its name
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Linear attention of diffusers' SANA-Video and SANA-WM: adapted models against stock ones, and unsupported cases."""
+"""Linear attention of diffusers' SANA-Video and SANA-WM: adapted and stock models agree, and unsupported cases."""
 
 import copy
 import io
@@ -79,7 +79,7 @@ MODELS = {  # model, call, size of the input, calls of linear attention in a lay
 
 @pytest.mark.parametrize("is_rotated", [True, False])
 def test_the_formula_of_sana(is_rotated):
-    """SANA-Video only rotates q and k in the numerator; SANA for images has no positions."""
+    """SANA-Video only rotates q and k in the numerator. SANA for images has no positions."""
     shape, heads, width = (3, 4, 5), 2, 20
     q, k, v = (torch.randn(2, 60, heads * width, requires_grad=True) for _ in range(3))
     rope = VIDEO.WanRotaryPosEmbed(width, (1, 2, 2), 1024)
@@ -103,7 +103,7 @@ def test_the_formula_of_sana(is_rotated):
 
 
 def test_a_denominator_below_zero():
-    """Large keys result in a negative sum. SANA-WM divides by it, but "unrotated" has a lower bound."""
+    """Large keys result in a negative sum. SANA-WM divides by this sum, but "unrotated" has a lower bound."""
     key = torch.tensor([[1.5, 0, 0, 0]] * 2 + [[1.5, 1.5, 0, 0]] * 2)[None, :, None] * 8**0.5  # divided by this
     query = torch.tensor([0.1, 1.0, 0, 0]).expand(1, 4, 1, 4)
     value, decay, beta = torch.randn(1, 4, 1, 4), torch.ones(1, 1, 2), torch.full((1, 1, 2, 2), 0.5)
@@ -202,7 +202,7 @@ def squared_error(found, right):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16(name):
-    """Results are as close to float32 as the original's, whose attention is in float32 between the projections."""
+    """Results are as close to float32 as the original's. The original runs attention itself in float32."""
     build, call, size, _ = MODELS[name]
     model, x = build().to(BF16), torch.randn(size).to(BF16)
     wide, adapted = copy.deepcopy(model).float(), adapt_rotary(copy.deepcopy(model))

@@ -1,4 +1,4 @@
-"""diffusers pipelines: denoisers are adapted, whether they or the pipelines make the tables."""
+"""In diffusers pipelines, denoisers are adapted, whether they or the pipelines compute the tables."""
 
 import copy
 import inspect
@@ -56,7 +56,7 @@ def test_outputs_gradients_and_restored(name):
 @pytest.mark.parametrize("sizes", [(64, 96, 4), (64, 64, 2), (48, 112, 6)])
 @pytest.mark.parametrize("name", ["", "ImageToVideo", "VideoToVideo"])
 def test_sizes_and_both_versions(name, sizes):
-    """CogVideoX 1.0 stretches the grid to the training size; 1.5 crops it, and its patches span several frames."""
+    """CogVideoX 1.0 stretches the grid to the training size. 1.5 crops it, and a patch spans several frames."""
     for patch_size_t in (None, 2):
         torch.manual_seed(0)
         config = {**trial_diffusers.build(COGVIDEOX).config, "patch_size_t": patch_size_t}
@@ -153,7 +153,7 @@ def test_refusals():
 
 
 def test_a_denoiser_without_its_pipeline():
-    """Tables are an argument, no matter who makes them."""
+    """Tables are an argument, no matter who computes them."""
     model = trial_diffusers.build(COGVIDEOX)
     pipe = in_pipeline(diffusers.CogVideoXPipeline, model)
     expected = step(pipe)

@@ -1,4 +1,4 @@
-"""adapt_rotary: whole models of timm, diffusers and transformers give the same results with our kernels.
+"""With adapt_rotary, whole models of timm, diffusers and transformers give the same results with our kernels.
 
 The bound is 1e-5, for outputs of order 1 and for their gradients.
 """
@@ -87,7 +87,7 @@ def same(model, adapted, call, x, seed=None):
     assert 0.1 < y.abs().max() < 10
     torch.testing.assert_close(z, y, rtol=0, atol=BOUND)
     assert dz.keys() == dy.keys()
-    # Also of order 1; the gradient of some weights is only rounding error (a bias shared by all keys).
+    # Gradients are also of order 1. Those of some weights are only rounding error (a bias shared by all keys).
     largest = max(g.abs().max() for name, g in dy.items() if name != "x")
     for name in dy:
         scale = dy[name].abs().max() if name in ("x", "rope.freqs") else largest
@@ -543,7 +543,7 @@ def test_transformers(name, calls, unturned):
     "sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [24, 20, 20], [0, 1, 40], [3, 0, 2], [-1, 2, -1, 7]]
 )
 def test_sections_as_the_original_takes_them(sections):
-    """Qwen3-VL's sections need not add up to the number of pairs; time gets the remainder."""
+    """Qwen3-VL's sections need not add up to the number of pairs. Time gets the remainder."""
     model = qwen("Qwen3VL", mrope_section=sections)
     same(model, adapt_rotary(copy.deepcopy(model)), call_qwen, pixels())
 
@@ -767,8 +767,8 @@ def test_nothing_is_imported_before_it_is_needed():
     first, second = done.stdout.splitlines()
     assert first == ""
     assert second.startswith(
-        "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding to one "
-        "that has none, use lrpe_md.adapt for timm's ViT, else lrpe_md.adapt_attention), got torch"
+        "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding, "
+        "use lrpe_md.adapt for timm's ViT, or lrpe_md.adapt_attention for other models), got torch"
     )
     assert second.endswith("Linear; found no such function")
 

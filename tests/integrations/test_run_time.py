@@ -85,7 +85,7 @@ def series(dim, base=1e4):
 
 @torch.no_grad()
 def test_riflex_of_wan():
-    """Only time changes: compare with the stock model with one temporal frequency replaced in its table."""
+    """Only time changes. Compare with the stock model after replacing one temporal frequency in its table."""
     stock = wan()
     adapted = adapt_rotary(copy.deepcopy(stock))
     before = call_wan(adapted)
@@ -102,7 +102,7 @@ def test_riflex_of_wan():
 
 @torch.no_grad()
 def test_relative_times_of_wan():
-    """Shift the frames of a stream: compare with the stock model with other rows in its temporal table."""
+    """Shift the frames of a stream. Compare with the stock model after changing the rows of its temporal table."""
     stock = wan()
     adapted = adapt_rotary(copy.deepcopy(stock))
     before = call_wan(adapted)
@@ -117,7 +117,7 @@ def test_relative_times_of_wan():
 
 
 class DypeTables(nn.Module):
-    """FLUX's cos and sin by DY-YaRN, one number at a time, for h and w of ``factor`` times the training size."""
+    """FLUX's cos and sin with DY-YaRN, one number at a time. h and w are ``factor`` times the training size."""
 
     def __init__(self, dims, factor, time, length):
         super().__init__()
@@ -399,7 +399,7 @@ def test_the_guard_against_waiting_can_fail():
 
 @torch.no_grad()
 def test_prepared_steps_are_copies():
-    """Each step is one launch that copies, no matter what was computed before."""
+    """Each step is one launch that copies values, no matter what was computed before."""
     model = dit()
     x, t = torch.randn(1, 3, 8, 8), torch.tensor([0.4])
     steps = [prepare_scaling(model, partial(dype_ntk_scaling, factor=2.0, time=time)) for time in (1.0, 0.5)]
@@ -497,7 +497,7 @@ MODULES = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_scaled_modules(name):
-    """Compare with manual scaling, channel by channel; learned frequencies get gradients through the ratio."""
+    """Compare with manual scaling, channel by channel. Learned frequencies get gradients through the ratio."""
     module = MODULES[name]()
     saved = copy.deepcopy(module.state_dict())
     q, k = torch.randn(2, 2, 24, module.head_dim), torch.randn(2, 2, 24, module.head_dim)
@@ -586,7 +586,7 @@ def test_places_of_modules():
 
 
 def test_times_of_a_stream():
-    """Check eq. 2 and 3 of the paper with its 1-based indices: block i, blocks of three latent frames, horizon 21."""
+    """Check eq. 2 and 3 of the paper with its 1-based indices: blocks of three latent frames, and horizon 21."""
     for newest in (3, 6, 21, 24, 60):
         onset = 21
         block = [newest - 2, newest - 1, newest]
@@ -677,7 +677,7 @@ def test_adapted_language_models_are_refused():
 
 @torch.no_grad()
 def test_images():
-    """timm's ViT works, also with dropped tokens."""
+    """timm's ViT works, even with dropped tokens."""
     timm = pytest.importorskip("timm")
     from lrpe_md import adapt
 
@@ -704,7 +704,7 @@ def test_restored_models_are_stock():
 
 
 def test_buffers_that_were_cast():
-    """FSDP1 and DDP cast the data of buffers: fixed frequencies are rebuilt, and changed ones raise an error."""
+    """FSDP1 and DDP cast the data of buffers. Fixed frequencies are rebuilt, and changed ones raise an error."""
     model = adapt_rotary(wan())
     set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
     wanted = call_wan(model)

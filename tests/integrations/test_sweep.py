@@ -1,4 +1,4 @@
-"""The sweep over modified models: each outcome, on a tiny Llama and on special models."""
+"""The sweep over modified models: each outcome, for a tiny Llama and for special models."""
 
 import copy
 import csv
@@ -65,7 +65,7 @@ def double_outputs(model):
 
 
 def probe():
-    """Probe llama's function, as the first forward does. A later test breaks our kernel, so that a probe would fail."""
+    """Probe llama's function, as the first forward does. A later test breaks our kernel, so a probe would then fail."""
     assert run(Change(double_outputs)) == ("same", "")
 
 
@@ -152,7 +152,7 @@ def eva():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_offloaded_weights_of_eva(when):
-    """Eva's attention reads ``qkv.weight``, which accelerate has not loaded; some PyTorch versions compute with it."""
+    """Eva's attention reads ``qkv.weight``, which accelerate has not loaded. Some PyTorch versions compute with it."""
     found = {name: run(sweep.CHANGES[name], when, eva())[0] for name in OFFLOADS}
     assert found.pop("offloaded in parts") == "same"
     assert set(found.values()) <= {"unstable", "inapplicable"}
@@ -245,7 +245,7 @@ def test_a_file_has_a_row_for_each_model(tmp_path):
 
 
 def test_the_committed_results():
-    """Every adapted model has a row, and none gives silently different results."""
+    """Every adapted model has a row, and none silently gives different results."""
     rows = sweep.read_outcomes(RESULTS / "changes.csv")
     assert {row.outcome for row in rows} <= {"same", "refused", "unstable"}
     assert {row.change for row in rows} == {*sweep.CHANGES, *COPIES, "default dtype"}

@@ -92,7 +92,7 @@ def test_logits_and_gradients(name, calls):  # noqa: F811
 
 @pytest.mark.parametrize("name", FEW)
 def test_prefill_and_decode_of_unequal_lengths(name, calls):  # noqa: F811
-    """With left padding and a cache, each step's logits equal the original's and those of the whole sequence."""
+    """With left padding and a cache, each step's logits equal those of the original and of the whole sequence."""
     model = causal_lm(name)
     adapted = adapt_rotary(copy.deepcopy(model))
     ids, mask, positions = padded()
@@ -138,7 +138,7 @@ def test_made_and_adapted_on_the_meta_device():
 
 
 def test_frequencies_by_hand_are_kept():
-    """The buffer differs from the configuration."""
+    """The buffer then differs from the configuration."""
     model = causal_lm()
     model.model.rotary_emb.inv_freq.mul_(0.3)
     adapted = adapt_rotary(copy.deepcopy(model))
@@ -173,7 +173,7 @@ def test_a_function_that_another_library_sets_afterwards(monkeypatch, calls):  #
 
 @pytest.mark.parametrize("bound", ["class", "instance"])
 def test_a_function_that_was_imported_by_name(bound, calls):  # noqa: F811
-    """The attention is from another file, as a module or as a replaced forward."""
+    """The attention comes from another file, as a module or as a replaced forward."""
     library("transformers")
     from types import MethodType, ModuleType
 

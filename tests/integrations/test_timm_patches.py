@@ -1,4 +1,4 @@
-"""timm models that accept patches with their positions: NaFlexViT with each rotary encoding, and Gemma 4's tower."""
+"""timm models that accept patches and their positions: NaFlexViT with each rotary encoding, and Gemma 4's tower."""
 
 import copy
 
@@ -31,7 +31,7 @@ def naflex(name="axial", **kwargs):
 
 
 def run(model):
-    """Run on images, patches, patches without a mask, and intermediate features; return all gradients."""
+    """Run on images, patches, patches without a mask, and intermediate features. Return all gradients."""
     torch.manual_seed(0)
     images, given = torch.randn(2, 3, 24, 32), tiny.patches(48)
     outputs = [model(images), model(given), model.forward_features(**given)["patches"]]
@@ -85,7 +85,7 @@ def test_dropped_patches_of_mixed_frequencies():
 
 
 def test_positions_matter():
-    """The results that the other tests compare change if patches are moved."""
+    """If patches are moved, the results that the other tests compare change."""
     model, given = adapt_rotary(naflex()), tiny.patches(48)
     expected = model(given)
     moved = {**given, "patch_coord": given["patch_coord"].flip(-1)}

@@ -1,4 +1,4 @@
-"""The table of models that ``adapt_rotary`` supports: each is tested with a tiny random model against the stock one."""
+"""The table of models that ``adapt_rotary`` supports. Each model is compared with a tiny random stock model."""
 
 import contextlib
 import csv
@@ -173,7 +173,7 @@ def test_another_rule_of_positions_is_followed():
 
 
 def test_a_function_that_turns_what_stands_in_front(monkeypatch):
-    """The model computes the same outputs before and after it is adapted."""
+    """The model returns the same outputs before and after it is adapted."""
     model, x = dinov3(), torch.randn(2, 3, 32, 32)
     module = importlib.import_module(type(model).__module__)
 
@@ -191,7 +191,7 @@ def test_a_function_that_turns_what_stands_in_front(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_decoding_with_keys_that_layers_share():
-    """Gemma 4 continues with the last tokens of cos and sin if later layers read the keys of earlier ones."""
+    """If later layers read the keys of earlier ones, Gemma 4 continues with the last tokens of cos and sin."""
     transformers = pytest.importorskip("transformers")
     tiny = library("transformers")
     kinds = ["sliding_attention", "full_attention"] * 2

@@ -97,7 +97,7 @@ def test_the_wheel_has_the_programs_and_nothing_else(wheel):
 
 
 def test_the_sdist_has_all_that_a_wheel_is_built_of(wheel, tmp_path):
-    """A wheel built from the sdist has the same files; the sdist also contains tests and pages."""
+    """A wheel built from the sdist has the same files. The sdist also contains tests and pages."""
     builders = pytest.importorskip("hatchling.builders.sdist"), pytest.importorskip("hatchling.builders.wheel")
     (sdist,) = builders[0].SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with tarfile.open(sdist) as archive:
@@ -179,7 +179,7 @@ def test_programs_of_a_checkout_say_so_in_a_wheel(installed, tmp_path):
     code = "import sys; from lrpe_md.scripts.cli import main; sys.argv = ['lrpe-md', {!r}]; main()"
     for name in ("bench", "fuzz", "adapters"):
         error = run(python, "-c", code.format(name), cwd=tmp_path, fails=True)
-        assert error.strip() == f"lrpe-md {name}: expected a checkout of lrpe-md, got its wheel; run it in a checkout"
+        assert error.strip() == f"lrpe-md {name}: only works in a checkout of lrpe-md, and this is an installed wheel"
     shown = run(python, "-c", code.format("--help"), cwd=tmp_path)
     assert "train" in shown
     assert "bench" not in shown.replace("benchmark", "")
@@ -284,7 +284,7 @@ def test_without_extras_the_library_runs_and_knows_no_model(bare, tmp_path):
 
 
 def test_importing_costs_little_more_than_torch(bare, tmp_path):
-    """Time both in separate processes, in turns, and take the minimum of several runs."""
+    """Time both imports in separate processes, in turns, and take the minimum of several runs."""
     code = "import time; begin = time.perf_counter(); import {}; print(time.perf_counter() - begin)"
     least = {"torch": float("inf"), "lrpe_md": float("inf")}
     for _ in range(3):

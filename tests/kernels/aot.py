@@ -1,7 +1,7 @@
 """Compile the kernels ahead of time, without a GPU: ``python tests/kernels/aot.py TARGET [--part I/N]``.
 
 The script calls the launcher on meta tensors and compiles the kernels that it would launch. The cases cover every pair
-of values of all options that a compiled kernel depends on. It prints one JSON line per kernel, for test_aot.py.
+of values of the options on which a compiled kernel depends. It prints one JSON line per kernel, for test_aot.py.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def cases() -> list[SimpleNamespace]:
                 best, gain = case, covered
         missing -= {frozenset(pair) for pair in itertools.combinations(best.items(), 2)}
         found.append(SimpleNamespace(**{name: best[name] for name in names}))
-    # Grids with an origin are not among the options, since they share most code with scaled grids.
+    # Grids with an origin are not among the options, because they share most code with scaled grids.
     found.append(SimpleNamespace(**{**first, "map": "half", "axes": 1, "positions": "origin by sample"}))
     wide = {"run": "backward omega", "axes": 3, "positions": "origin", "head_dim": 128}
     found.append(SimpleNamespace(**{**first, **wide}))
@@ -262,7 +262,7 @@ def call(case: SimpleNamespace) -> None:
 
 
 def make_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> CallerTables:
-    """Make the tables of a case with these channels, heads and rows, per sample if its positions are per sample."""
+    """Make the tables of a case with these channels, heads and rows. They are per sample if its positions are."""
     channels, heads, rows = sizes
     kind, dtype, *odd = case.tables.split()
     width = 2 * channels if kind == "full" and case.map != "cosine" else channels
@@ -356,7 +356,7 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_contracted(asm: dict[str, Any]) -> int:
-    """Count multiply-adds in PTX that the kernel's source doesn't contain; gfx942 has no PTX."""
+    """Count multiply-adds in PTX that the kernel's source doesn't contain. gfx942 has no PTX."""
     written = re.findall(r"call (<\d+ x )?\w+>? @llvm\.(?:nvvm\.)?(?:fma|fmuladd)\b", asm.get("llir", ""))
     explicit = sum(int(size[1:-3]) if size else 1 for size in written)
     return max(0, len(re.findall(r"\bfma\.r", asm.get("ptx", ""))) - explicit)
@@ -364,7 +364,7 @@ def count_contracted(asm: dict[str, Any]) -> int:
 
 @triton.jit
 def contracts_products(p_s, p_w, p_out):
-    """Example of code that is only right if the compiler doesn't contract products."""
+    """Example of code that is only correct if the compiler doesn't contract products."""
     o = tl.arange(0, 128)
     s, w = tl.load(p_s + o), tl.load(p_w + o)
     product = s * w

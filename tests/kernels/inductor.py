@@ -74,7 +74,7 @@ class Driver:
 
 
 class Written(Exception):
-    """Raised when the code is complete, since it can't run."""
+    """Raised when the code is complete, because the code can't run."""
 
 
 def describe_gpu() -> None:
@@ -132,7 +132,7 @@ def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) 
 
 
 class Loose(NamedTuple):
-    """Allocations that could move before a model's first layer, which would hold the memory of all layers at once."""
+    """Allocations that could move before a model's first layer. The memory of all layers would then be used at once."""
 
     independent: int  # don't depend on any input
     on_inputs: int  # depend only on inputs of the program
@@ -199,7 +199,7 @@ def note(tuners: list[Any], size_hints: Any, configs: list[Any], triton_meta: An
 
 
 def count_arguments(listed: str) -> int:
-    """Count the arguments of a launch without those that are compiled in."""
+    """Count the arguments of a launch, except those that are compiled in."""
     return len(re.findall(r"\b(?:buf|arg)\d+", listed))
 
 
@@ -255,7 +255,8 @@ CASES: dict[str, dict[str, Any]] = {
         "tokens": (70, 30),
         "run": "backward weights",
     },
-    # Gradients of a projection are joined. That of v is computed or "given"; a "taken" one is also needed elsewhere.
+    # Gradients of a projection are joined. That of v is computed or "given". A "taken" gradient is also needed
+    # elsewhere.
     "joined backward": {"run": "joined"},
     "joined backward omega weights": {"run": "joined omega weights", "norm": "rms"},
     "joined with grouped keys": {"run": "joined", "groups": 2},

@@ -1,4 +1,4 @@
-"""The kernels compile for real targets, without a GPU; the interpreter accepts code that the compiler rejects."""
+"""The kernels compile for real targets, without a GPU. The interpreter accepts code that the compiler rejects."""
 
 import json
 import os

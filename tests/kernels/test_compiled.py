@@ -1,4 +1,4 @@
-"""The operators in torch.compile: Inductor launches their kernels for static sizes, else calls the operators."""
+"""The operators in torch.compile. Inductor launches their kernels for static sizes, or else calls the operators."""
 
 import json
 import os
@@ -32,7 +32,8 @@ BY_OPERATOR |= {"linear, causal": "linear_forward", "norm by head and group": "f
 BY_OPERATOR |= {"norm of rows that are not at 16 bytes": "forward", "sums of rows that are not at 16 bytes": "backward"}
 MAP, SUMS, SOFTMAX = "fixed_lrpe_kernel", "fixed_reduce_partial_kernel", "fixed_softmax_sequence_kernel"
 HEADS, LINEAR = "fixed_heads_kernel", "fixed_linear_{}_kernel".format
-# Kernels of the other cases; by default the map's kernel and, for gradients of frequencies or weights, the summing one.
+# Kernels of the other cases. By default, these are the map's kernel and, for gradients of frequencies or weights, the
+# kernel that sums.
 LAUNCHES = {
     "softmax over the sequence": [SOFTMAX, SOFTMAX, MAP],
     "softmax over the sequence backward": [MAP, SOFTMAX, SOFTMAX],
@@ -115,7 +116,7 @@ def test_code_without_a_gpu(tmp_path):
     assert [rows[f"joined {kind}"]["joined"] for kind in ("backward", "backward omega weights")] == [[11264]] * 2
     assert (rows["joined with grouped keys"]["joined"], rows["joined linear"]["joined"]) == ([5632], [])
     assert rows["joined and taken"]["joined"] not in ([], [11264]), "a gradient that is needed elsewhere is copied"
-    # The launch copies a stored dv if it is aligned to 16 bytes; the other kernel reads the joined gradient.
+    # The launch copies a stored dv if it is aligned to 16 bytes. The other kernel reads the joined gradient.
     given = {name: row for name, row in rows.items() if "another" in name}
     at_16 = [name for name, row in given.items() if not row["joined"] and row["others"] == 1]
     assert list(given) == [*at_16, "joined with another that is not at 16 bytes"]
@@ -125,7 +126,7 @@ def test_code_without_a_gpu(tmp_path):
 
 
 def assert_same_bits(found, expected):
-    """Compare tensors, lists or dicts bit by bit; report which differ, in how many elements and by how much."""
+    """Compare tensors, lists or dicts bit by bit. Report which differ, in how many elements, and by how much."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -143,7 +144,7 @@ def attend_split(qkv, omega, num_key_heads, kind, split=split_qkv):
 
 
 def split_by_views(qkv, num_key_heads):
-    """Split a projection into views, whose gradients torch stacks."""
+    """Split a projection into views. torch stacks their gradients."""
     return split_projection(qkv, num_key_heads)
 
 
@@ -158,7 +159,7 @@ def split_by_views(qkv, num_key_heads):
     ],
 )
 def test_projection_gradients_are_joined(kind, num_key_heads, device, language):
-    """Gradients equal those of views, in one operator (without a language) and in Inductor's code.
+    """Gradients equal those of views, in one operator (if ``language`` is None) and in Inductor's code.
 
     test_code_without_a_gpu also checks the code for GPUs.
     """
@@ -283,7 +284,7 @@ with torch.no_grad():
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_aot_inductor_programs(map, device, tmp_path):
-    """AOTInductor's program of the operator loads in Python, if torch can load that of a linear layer."""
+    """Python can load AOTInductor's program of the operator if torch can load that of a linear layer."""
     if device == "cuda":
         command = [sys.executable, "-c", PLAIN_PACKAGE, device, str(tmp_path / "plain.pt2")]
         # another test may compile the same program at the same time
@@ -504,7 +505,7 @@ def test_as_a_cuda_graph():
 
 @pytest.mark.gpu
 def test_host_time_is_close_to_a_triton_op():
-    """Compare ratios of one run; the bound leaves room for other load on the host."""
+    """Compare ratios from one run. The bound leaves room for other load on the host."""
     from lrpe_md.scripts.bench import compiled as bench
 
     found = []

@@ -1,4 +1,4 @@
-"""The kernels with the caller's cos and sin, against float64, in Triton's interpreter."""
+"""Compare the kernels with the caller's cos and sin with float64, in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ from test_kernels import ACTS, CUTS, DTYPES, violations
 from lrpe_md import Norm, rotate
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
+from lrpe_md.engine.kernels.signature import pack_numbers
 from lrpe_md.testing import Case, bind, make_inputs
 
 pytestmark = pytest.mark.sampled
@@ -118,9 +119,8 @@ def test_expanded_tables_share_programs(count_launches):
     assert len(count_launches()) >= 5
     for launched in count_launches():
         assert not launched.variant.by_sample
-        numbers = dict(zip(launch.kernels.lrpe_kernel.arg_names[18:], launched.scalars, strict=False))
-        assert numbers["G"] == 1
-        assert numbers["span"] == sum(FULL.heads) * FULL.batch
+        programs, *_ = launched.numbers
+        assert programs[3:6:2] == pack_numbers(1, sum(FULL.heads) * FULL.batch)  # G and span
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,14 @@ def test_loads_are_as_wide_as_strides_allow(count_launches, table, unit):
 
 def test_no_copy_of_a_table(monkeypatch):
     """The kernel receives the caller's memory, whatever its strides."""
-    seen, order = [], launch.order_tensors
+    seen, run = [], launch._launch
 
-    def watch(rows, outs, tables, *rest):
+    def watch(prepared, args):
+        tables = args[4]
         seen.append(tables[-1])
-        return order(rows, outs, tables, *rest)
+        run(prepared, args)
 
-    monkeypatch.setattr(launch, "order_tensors", watch)
+    monkeypatch.setattr(launch, "_launch", watch)
     for layout in LAYOUTS:
         inputs = make_inputs(replace(FULL, tables_layout=layout))
         bind(inputs, "triton")([x.requires_grad_() for x in inputs.xs], inputs.omega)[0].sum().backward()
@@ -185,7 +186,7 @@ def test_outputs_in_a_cache(start, norm):
 
 
 def test_packed_tokens_and_projections():
-    """Each of the tokens (N, H, D) has a table row; q, k and v of a projection are used as views."""
+    """Each of the tokens (N, H, D) has a table row. q, k and v of a projection are used as views."""
     qkv, tables = torch.randn(9, 3, 4, 8), (torch.randn(9, 8), torch.randn(9, 8))
     q, k, v = rotate(qkv=qkv, tables=tables, impl="triton")
     assert torch.equal(v, qkv[:, 2])

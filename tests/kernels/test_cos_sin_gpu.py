@@ -81,7 +81,7 @@ def test_one_kernel_a_pass_no_copies_and_no_synchronisation(case):
 
 
 def test_one_variant_for_all_sizes():
-    """Sizes and aligned table strides don't add variants; no other test uses head_dim 56."""
+    """Sizes and aligned table strides don't add variants. No other test uses head_dim 56."""
     sizes = [
         {"shape": (1,), "prefix": 0, "suffix": 0, "batch": 1, "heads": (1, 1)},
         {"shape": (196,), "prefix": 1, "heads": (12, 4)},
@@ -147,7 +147,7 @@ def test_host_time_against_computed_angles(requires_grad):
     sizes = {"batch": 1, "heads": (12,), "suffix": 0, "dtype": torch.bfloat16}
     given, computed = (Call(on_gpu(replace(FULL, tables=t, **sizes)), False, requires_grad) for t in ("full", "none"))
     found = []
-    for _ in range(REPEATS):  # keep the minimum, since noise only adds time
+    for _ in range(REPEATS):  # keep the minimum, because noise only adds time
         ours, theirs = host_us(given.forward, computed.forward)
         found.append(ours / theirs)
         if found[-1] <= 1.1:

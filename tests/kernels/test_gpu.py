@@ -102,7 +102,7 @@ def test_frequency_gradient_is_deterministic(map):
 
 @pytest.mark.parametrize("map", [cosine, rotate])
 def test_consecutive_frequency_gradients(map):
-    """The second pass, launched during the first, waits for it; memory contains the sums of another gradient."""
+    """The second pass is launched during the first, and waits for it. Memory contains the sums of another gradient."""
     x = torch.randn(64, 16, 1024, 64, device="cuda", dtype=torch.bfloat16)
     omega = torch.rand(1, 64 if map is cosine else 32, 2, device="cuda", requires_grad=True)
     y = map(x, omega=omega, positions=Grid((32, 32)))

@@ -25,6 +25,7 @@ from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, rotate
 from lrpe_md.engine import kernels
 from lrpe_md.engine.core import reduction
 from lrpe_md.engine.encode import launch
+from lrpe_md.engine.kernels.signature import LONG_STRIDE
 from lrpe_md.testing import (
     Case,
     Inputs,
@@ -74,7 +75,7 @@ def num_variants(kernel) -> int:
     return len(kernel.device_caches[torch.cuda.current_device()][0])
 
 
-# All cases have a scale, since its presence is a variant, and a head_dim that no other test uses.
+# All cases have a scale, because its presence is a variant, and a head_dim that no other test uses.
 SIZES = [
     {"shape": (1, 1), "prefix": 0, "batch": 1, "heads": (1, 1), "scale": (1.0, 2.0)},
     {"shape": (14, 14), "prefix": 1, "batch": 2, "heads": (12, 4), "scale": 0.5},
@@ -109,8 +110,8 @@ def test_one_variant_for_all_sizes(map, act):
 
 
 @pytest.mark.parametrize("map", MAPS)
-def test_only_strides_past_32_bits_add_a_variant(map):
-    """A tensor with more than 2^31 elements only needs another variant if a stride is that large."""
+def test_only_long_strides_add_a_variant(map):
+    """A tensor with more than 2^31 elements only needs another variant if a stride is long, and only one."""
     head_dim = 20
     channels, out_dim = (20, 40) if map == "cosine" else (10, 20)
     rows = 2**31 // out_dim + 1
@@ -127,8 +128,8 @@ def test_only_strides_past_32_bits_add_a_variant(map):
     assert forward(torch.zeros(1, 2, 16, head_dim, **options), Grid((4, 4))) == 1
     assert forward(torch.zeros(rows // (16 * 4096) + 1, 16, 4096, head_dim, **options), Grid((64, 64))) == 0
     far = torch.zeros(2**31 + 1000, **options)
-    assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, 2**31 - 1, 1)), Grid((2, 1))) == 0
-    assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, 2**31, 1)), Grid((2, 1))) == 1
+    for stride, num_new in ((LONG_STRIDE - 1, 0), (LONG_STRIDE, 1), (2**31 - 1, 0), (2**31, 0)):
+        assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, stride, 1)), Grid((2, 1))) == num_new
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
@@ -169,7 +170,7 @@ def test_the_delta_rule_is_not_far_from_a_sum():
 @pytest.mark.parametrize("map", MAPS)
 def test_first_compile_takes_under_two_seconds(map):
     times = []
-    for _ in range(3):  # keep the minimum, since the machine may be busy
+    for _ in range(3):  # keep the minimum, because the machine may be busy
         _, seconds = first_calls(map)
         times.append(seconds)
         if times[-1] < 2:
@@ -204,7 +205,7 @@ FORMS = {
 
 
 def check_kernels(case: Case, num_kernels: int) -> None:
-    """A pass launches ``num_kernels``; the backward with dω launches one more to add partial sums."""
+    """A pass launches ``num_kernels`` kernels. The backward with dω launches one more, which adds partial sums."""
     inputs = on_gpu(case)
     for frequencies in (False, True):
         call = Call(inputs, frequencies)
@@ -517,7 +518,7 @@ def test_host_time_of_a_decode_step(offset):
 @pytest.mark.parametrize("far", ["samples", "heads", "tokens", "far tokens"])
 @pytest.mark.parametrize("map", MAPS)
 def test_backward_of_a_large_tensor(map, far):
-    """Past 2^31 elements on any axis, the last elements and their dω equal those of a small call."""
+    """With more than 2^31 elements along any axis, the last elements and their dω equal those of a small call."""
     head_dim, channels = 64, 64 if map == "cosine" else 32
     out_dim, omega_heads = 2 * channels, 1
     rows = 2**31 // out_dim + 1

@@ -118,7 +118,7 @@ def _join(p_x, p_out, M: tl.constexpr, N: tl.constexpr):
 
 
 def test_patched_interpreter_raises_the_same_errors(unpatched):
-    """Both raise for mismatched sizes and for invalid block sizes."""
+    """Both raise errors for mismatched sizes and for invalid block sizes."""
     for sizes in ((4, 2), (3, 2)):
         said = []
         for context in (nullcontext, unpatched):
@@ -155,7 +155,7 @@ def test_an_fma_rounds_once_and_a_tensor_can_bound_a_loop():
 
 @pytest.mark.parametrize(("version", "warned"), [("3.6.0", 1), ("3.8.0+git1", 1), ("3.9.0", 0), ("4.0", 0)])
 def test_users_of_an_old_interpreter_are_warned_once(version, warned, monkeypatch):
-    """Warn at the first call that uses it, but not for the reference or under a compiler."""
+    """The first call that uses it warns, but not with the reference or under a compiler."""
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(operator, "warn_of_interpreter", WARN)
     WARN.cache_clear()

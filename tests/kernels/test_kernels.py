@@ -1,4 +1,4 @@
-"""The kernels against float64, in Triton's interpreter; test_gpu.py runs them on a GPU."""
+"""Compare the kernels with float64, in Triton's interpreter. test_gpu.py runs them on a GPU."""
 
 import math
 
@@ -8,11 +8,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from parametrizing import ACTS, parametrize_each
 
-from lrpe_md import Grid, cosine
+from lrpe_md import Grid, cosine, rotate
 from lrpe_md.engine.core import launching
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
 from lrpe_md.engine.encode.operator import ENCODE
+from lrpe_md.engine.kernels.signature import LONG_STRIDE
 from lrpe_md.testing import Case, check, make_inputs, run
 
 pytestmark = pytest.mark.sampled
@@ -82,7 +83,7 @@ def test_strides(map, layout, grad_layout):
 
 @pytest.mark.parametrize("head_dim", [24, 40, 72])
 def test_softmax_over_a_sequence_with_a_part_of_a_block(head_dim):
-    """The last block of 16 channels has 8: the others are masked, in the forward and in the backward."""
+    """The last block of 16 channels has only 8. The others are masked, in the forward and in the backward."""
     assert not violations(Case("rotate", (3, 2), head_dim=head_dim, heads=(2,), act="softmax", dim=-2))
 
 
@@ -106,7 +107,7 @@ CUTS = {
 
 @parametrize_each("name map coords", list(CUTS), ["cosine", "rotate"], ["grid", "by_sample"])
 def test_every_work_partition(monkeypatch, count_launches, name, map, coords):
-    """Programs loop over blocks of tokens, samples and heads; parts and shares do not divide evenly."""
+    """Programs loop over blocks of tokens, samples and heads. Parts and shares do not divide evenly."""
     cut = CUTS[name]
 
     def plan(work: plans.Work) -> plans.Plan:
@@ -131,7 +132,7 @@ def test_every_work_partition(monkeypatch, count_launches, name, map, coords):
     ids=str,
 )
 def test_channels_not_a_power_of_two(count_launches, case):
-    """Tiles consist of blocks of channels, as large as a load of 16 bytes."""
+    """Tiles consist of blocks of channels. A block is as large as a load of 16 bytes."""
     assert not violations(case, frequencies=False)
     assert not violations(case)
     blocks = {(launched.variant.flat, launched.variant.block_c) for launched in count_launches()}
@@ -216,6 +217,16 @@ def test_fast_frequencies_far_on_a_grid(size, frequency):
     assert (cosine(x, omega=omega, positions=grid, impl="triton") - exact).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("stride", [LONG_STRIDE - 1, LONG_STRIDE])
+def test_long_strides(stride):
+    """Long strides of tokens are passed in 64 bits."""
+    memory = torch.empty(LONG_STRIDE + 20, dtype=torch.float16)  # takes little memory, because few pages are written
+    x = memory.as_strided((1, 2, 2, 10), (0, 10, stride, 1)).copy_(torch.randn(1, 2, 2, 10))
+    omega = torch.rand(1, 5, 1)
+    expected = rotate(x.float(), omega=omega, positions=Grid((2,)), impl="reference")
+    torch.testing.assert_close(rotate(x, omega=omega, positions=Grid((2,)), impl="triton"), expected.half())
+
+
 @pytest.mark.parametrize("shape", [(2**16,), (2**15, 2**15), (200, 200, 200, 200)])
 def test_turns_counted_in_integers(shape):
     """Angles of the last tokens of a plain grid are exact up to the rounding of sine and cosine."""
@@ -291,7 +302,7 @@ def test_early_launch_depends_on_driver_and_gpu(monkeypatch, driver, capabilitie
 @pytest.mark.parametrize("stage", plans.Pass)
 @pytest.mark.parametrize(("num_tokens", "rows"), [(0, 4), (4, 0), (0, 0), (197, 3072)])
 def test_plans_for_a_gpu(stage, num_tokens, rows):
-    """Check plans that the interpreter can't run: empty calls, and per-sample coordinates, which need only one wave."""
+    """Check plans that the interpreter can't run: empty calls, and per-sample coordinates, which only need one wave."""
     for map in ("cosine", "rotate"):
         for samples, step in ((1, 1), (256, 1), (1, 9)):
             rows_each = rows // samples
@@ -314,7 +325,7 @@ def test_plans_for_a_gpu(stage, num_tokens, rows):
 @example(41, 2, 48, 2, 79, 1)  # a third of 96 rows does not divide 48, and a quarter of the programs would have none
 @example(25, 256, 1, 4, 66, 1)  # 14×14 tokens, ω by head: half the tokens and a fifth of the rows is slower
 def test_partition_is_optimal(token_blocks, samples, heads, block_r, programs, step):
-    """Try every other share of the rows and every number of programs along the tokens; none finishes sooner."""
+    """Try all other shares of the rows and all numbers of programs along the tokens. None of them finishes sooner."""
     rows = samples * heads
 
     def fits(across, per):

@@ -1,4 +1,4 @@
-"""Linear attention's kernels against float64 in Triton's interpreter: maps, activations, normalisers, gates, masks."""
+"""Compare linear attention's kernels with float64 in Triton's interpreter, for all maps, normalisers and masks."""
 
 from dataclasses import replace
 from itertools import product
@@ -96,7 +96,7 @@ def test_outputs_do_not_share_memory(mask, head_dim, map):
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"block": 700}], ids=str)
 def test_a_trace_leaves_no_table(options):
-    """Tables are cached forever, so a trace, which makes fake ones, must not cache them."""
+    """Tables are cached forever. A trace makes fake tables, so it must not cache them."""
 
     def count_tables() -> int:
         return sum(f.cache_info().currsize for f in (linear_launch._tabulate_range, linear_launch.tabulate_blocks))
@@ -195,7 +195,7 @@ def test_one_pass_of_many_tokens_needs_a_small_state(v_dim, features, longest):
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("tokens", [15, 16, 17, 35])
 def test_states_of_many_pieces(tokens, heads, monkeypatch):
-    """With pieces of one token, the sums of states have 16 loads in flight, then load the rest one by one."""
+    """With pieces of one token, the sums of states keep 16 loads in flight, and then load the rest one by one."""
     for name, value in (("ONE_PASS", 0), ("SHORTEST", 1), ("PIECE", 1), ("PROGRAMS", 10**6)):
         monkeypatch.setattr(linear_plan, name, value)
     call_cache.clear()
@@ -305,7 +305,7 @@ def test_grids(changes):
 
 
 WIDTHS = (24, 40, 48, 72, 80, 88, 96, 104, 112, 120, 128, 256)
-# Combined with the widths in turn; sizes that share no factor, so that maps get different ones.
+# These options are combined with the widths in turn. Their numbers share no factor, so each map gets different ones.
 WIDTH_OPTIONS: list[dict[str, Any]] = [
     {}, {"mask": "causal", "v_dim": 40}, {"normalizer": "none", "act": "silu", "v_dim": 72},
     {"mask": "block", "block": 5},
@@ -319,7 +319,7 @@ WIDTH_OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(params=["padded values", "cut values"])
 def widths(request, monkeypatch):
-    """Split v into tiles like q and k, which no width in the table does here."""
+    """Split v into tiles like q and k. With the widths in the table, v is never split here."""
     if request.param == "cut values":
         sums = {48: (32, 16), 80: (64, 16), 96: (64, 32), 112: (64, 32, 16)}
         monkeypatch.setattr(linear_plan, "SUMS", sums)
@@ -333,7 +333,7 @@ def widths(request, monkeypatch):
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @pytest.mark.parametrize("name", ["cosine", "rotate", None])
 def test_widths(name, head_dim, shift, widths):
-    """Each width is tested with a third of the options, a different third for each map."""
+    """Each width is tested with a third of the options, which differs between maps."""
     at = 5 * WIDTHS.index(head_dim) + shift + ["cosine", "rotate", None].index(name)
     options = WIDTH_OPTIONS[at % len(WIDTH_OPTIONS)]
     if name is None:
@@ -447,7 +447,7 @@ def test_dtypes(name, mask, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"normalizer": "encoded"}], ids=str)
 def test_eps_of_float64_is_not_rounded(options, cut):
-    """The output is q̂ S / eps if z is below eps; a float32 eps would give a relative error of 2e-8."""
+    """The output is q̂ S / eps if z is below eps. A float32 eps would give a relative error of 2e-8."""
     q, k, v = torch.rand(3, 1, 2, 9, 16, dtype=torch.float64).unbind()
     k = k * 1e-9
     eps = 0.1 if "normalizer" not in options else 1e-10
@@ -492,7 +492,7 @@ def test_packed_sequences(normalizer, cut):
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
 @pytest.mark.parametrize("lengths", [(3,), (20,), (70,), (0, 20), (20, 0), (9, 6, 5)], ids=str)
 def test_packed_sequences_with_a_causal_mask(lengths, normalizer):
-    """The table of pieces has unused rows; after one sequence, the neighbouring slot is in use."""
+    """The table of pieces has unused rows. After one sequence, the neighbouring slot is in use."""
     options = {"normalizer": normalizer, **(STEADY if normalizer == "encoded" else {})}
     case = LinearCase("rotate", (sum(lengths),), 0, cu_seqlens=lengths, batch=1, mask="causal", gate="float")
     assert_within_budget(replace(case, **{"act": "softplus", **options}))
@@ -500,7 +500,7 @@ def test_packed_sequences_with_a_causal_mask(lengths, normalizer):
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 4, 100], [0, 4, 2**32], [-(2**33), 4, 6], [0, 4, 2, 6]], ids=str)
 def test_wrong_offsets_stay_in_bounds(cu_seqlens, monkeypatch):
-    """Kernels stay within the tokens without a check, which would sync on a GPU; 64-bit offsets don't wrap around."""
+    """Kernels stay within the tokens without a check, which would sync on a GPU. 64-bit offsets don't wrap around."""
     monkeypatch.setattr(checks, "can_read", lambda t: False)
     q = torch.ones(1, 1, 6, 16)
     o = linear_attention(q, q, q, map=None, cu_seqlens=torch.tensor(cu_seqlens), impl="triton")
@@ -508,7 +508,7 @@ def test_wrong_offsets_stay_in_bounds(cu_seqlens, monkeypatch):
 
 
 def test_decreasing_offsets_stay_within_the_slots():
-    """Pieces of 100 tokens in parts of 50 have 10 + 3 slots; overlapping sequences would take 17."""
+    """Pieces of 100 tokens in parts of 50 have 10 + 3 slots. Overlapping sequences would take 17."""
     table = linear_launch._tabulate_sequences(
         torch.tensor([0, 1000, 0, 1000]), 33, linear_launch.PieceLengths(100, 50), True
     )

@@ -140,8 +140,8 @@ def test_arguments(changes, dtype):
 def test_one_token_of_relu():
     """The output of a single token equals v.
 
-    bfloat16 is left out: its budget comes from rounded products, but relu's features at position 0 are exact until the
-    kernels divide by z.
+    bfloat16 is left out, because its budget comes from rounded products. But at position 0, relu's features are exact
+    until the kernels divide by z.
     """
     assert not check_linear(LinearCase(shape=(1,), prefix=0, dtype=torch.float32, **REAL), device="cuda")
 
@@ -158,7 +158,7 @@ def test_deterministic(shape, mask):
 
 
 def test_variants():
-    """Sizes don't add variants: one pass has one variant, and two passes and the scan of many heads have others."""
+    """Sizes don't add variants. One pass has one variant. Two passes, and the scan of many heads, have others."""
     names = [name for name in kernels.__all__ if name.startswith("linear")]
 
     def compiled():

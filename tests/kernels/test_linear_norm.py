@@ -1,4 +1,4 @@
-"""Linear attention after a norm, against float64 in Triton's interpreter."""
+"""Compare linear attention after a norm with float64 in Triton's interpreter."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = [
 
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}
 KINDS, CUTS = ("rms", "layer"), ("one pass", "many pieces")
-# few programs: one case has several heads, the other several samples
+# few programs: one case has several heads, and the other has several samples
 FEW = {"one pass": {"batch": 1}, "many pieces": {"heads": (2, 1)}}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -156,7 +156,7 @@ def test_over_all_heads(changes, kind):
 
 
 def test_gated_tokens_do_not_affect_weight_gradients(cut):
-    """This holds whatever values the tokens have."""
+    """This holds for any values of the tokens."""
     clean, dirty = (
         run_linear(make_linear_inputs(LinearCase(norm="layer", gate=gate, act="softplus")), "triton")
         for gate in ("float", "nan")
@@ -175,7 +175,7 @@ def test_deterministic(cut):
 
 @pytest.mark.parametrize("over", ["head", "heads"])
 def test_only_weights_require_gradients(over):
-    """dγ is computed if no other input requires a gradient, with one weight for q and k, or two."""
+    """dγ is computed even if no other input requires a gradient, with one or two weights for q and k."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, 10, 16)
     size = (16,) if over == "head" else (2, 16)

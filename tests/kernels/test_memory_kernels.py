@@ -1,4 +1,4 @@
-"""Kernels of memory that forgets in Triton's interpreter: decay and the delta rule over blocks."""
+"""Kernels for memory that forgets, in Triton's interpreter: decay and the delta rule over blocks."""
 
 from dataclasses import replace
 from itertools import product
@@ -124,7 +124,7 @@ def test_saved_tensors_have_the_declared_shapes(normalizer, case, directions, st
 
 
 def test_backward_forms_again_what_was_not_kept(monkeypatch):
-    """A graph for dynamic sizes saves nothing, so the backward recomputes it."""
+    """A graph for dynamic sizes saves no states, so the backward recomputes them."""
     inputs = make_linear_inputs(replace(DELTA, directions="both"))
     expected = run_linear(inputs, "triton")
     forward = launch_memory.forward

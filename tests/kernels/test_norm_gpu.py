@@ -69,7 +69,7 @@ def test_deterministic(over):
 
 @both
 def test_kernels_of_a_call(over):
-    """The forward needs one kernel; the backward with dγ and dω needs one, plus one that sums."""
+    """The forward needs one kernel. The backward with dγ and dω needs one kernel, and another one that sums."""
     inputs = bench.make_inputs(bench.replace(bench.WORKLOADS["flux"], norm="rms", norm_over=over), torch.device("cuda"))
     for which, kernels in (("forward", 1), ("backward", 2), ("backward_omega", 2)):
         call = bench.make_pass(which, bench.encode_fused, inputs)
@@ -99,7 +99,7 @@ def test_sizes_do_not_add_variants(over):
 
 
 def test_far_tokens_over_all_heads():
-    """Use offsets beyond 2^31 elements through a strided view of a few distant rows."""
+    """Use offsets beyond 2^31 elements, in a strided view of a few distant rows."""
     heads, step = 4, 2**28
     skip_without(10 * step)
     storage = torch.zeros(10 * step, dtype=torch.bfloat16, device="cuda")

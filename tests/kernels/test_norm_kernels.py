@@ -1,4 +1,4 @@
-"""Maps after a norm, against float64 in Triton's interpreter."""
+"""Compare maps after a norm with float64 in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -114,7 +114,7 @@ def test_rows_of_zeros_stay_zero():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @both
 def test_rows_of_equal_channels_become_zero(over, dtype, impl):
-    """The rounding error of the mean is divided by sqrt(eps), which is as small; torch does the same."""
+    """The rounding error of the mean is divided by sqrt(eps), which is equally small. torch does the same."""
     heads, head_dim = 3, 72
     generator = torch.Generator().manual_seed(0)
     level = torch.randn(8 if over == "heads" else 64, generator=generator, dtype=torch.float64).mul(1e5).to(dtype)

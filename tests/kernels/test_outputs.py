@@ -62,7 +62,7 @@ def test_offsets_read_on_the_device(form, impl, copies):
 
 @pytest.mark.parametrize("form", ["decode", "prefill", "one tensor", "partial, half", "odd strides"])
 def test_offsets_beyond_the_cache_are_not_written(form):
-    """A kernel can't raise errors, so it drops these rows; PyTorch's operators raise errors on a CPU."""
+    """A kernel can't raise errors, so it drops these rows. PyTorch's operators raise errors on a CPU."""
     job = Job(form)
     for starts in ([LENGTH - 1, -1], [LENGTH, -LENGTH], [2**33, -(2**33)]):
         caches, start = job.caches(), torch.tensor(starts)
@@ -76,7 +76,7 @@ def test_offsets_beyond_the_cache_are_not_written(form):
 
 @pytest.mark.parametrize("form", ["decode", "apart", "partial cosine"])
 def test_offset_that_fits_only_one_output(form):
-    """q's output is longer than k's; neither is written."""
+    """q's output is longer than k's. Neither of them is written."""
     lengths = (3, 5) if form == "apart" else (3, 3)
     outs = tuple(torch.full((1, 2, LENGTH + n, 32), torch.nan) for n in (4, 0))
     q, k = (torch.randn(1, 2, n, 16) for n in lengths)
@@ -109,7 +109,7 @@ def test_outputs_of_two_lengths(rotary_dim):
 
 
 def test_ignored_offset_is_detected():
-    """The check of the tests above can fail."""
+    """This shows that the check in the tests above can fail."""
     job = Job("prefill")
     caches = job.caches()
     found = job.run("triton", out=job.out(caches), out_start=torch.tensor([1, 2]))
@@ -158,7 +158,7 @@ def test_modules_write_into_a_cache():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("start", [False, True])
 def test_compiled(dynamic, start):
-    """There is one graph, and with dynamic sizes one for several lengths."""
+    """There is one graph. With dynamic sizes, it serves several lengths."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -211,7 +211,7 @@ ERRORS = {
     "over each other": (lambda: over_each_other(), r"out\[1\]: expected memory that doesn't overlap out\[0\]"),
     "over itself": (
         lambda: call(Q, K, (None, torch.zeros(1, 2, 3, 16).expand(2, 2, 3, 16))),
-        r"out\[1\]: expected every element to have its own memory",
+        r"out\[1\]: expected elements that do not overlap in memory",
     ),
     "over omega": (lambda: over_omega(), "out: expected memory that doesn't overlap omega"),
     "over coordinates": (lambda: over_coordinates(), "out: expected memory that doesn't overlap coords"),

@@ -154,7 +154,7 @@ def test_unsupported_operations_are_refused():
 @pytest.mark.parametrize("num_key_heads", [None, 2])
 @pytest.mark.parametrize("num_tokens", [1, 200])
 def test_further_programs_copy(num_key_heads, num_tokens):
-    """Gradients of q and k are written into the projection's, and the same launch copies v's."""
+    """Gradients of q and k are written into the projection's gradient, and the same launch copies the gradient of v."""
     heads = (4, num_key_heads or 4)
     inputs, call, launcher = prepare(Case("rotate", (num_tokens,), prefix=0, heads=heads, head_dim=24, norm="rms"))
     size = (2, num_tokens, 3, 4, 24) if num_key_heads is None else (2, num_tokens, 4 + 2 * num_key_heads, 24)

@@ -1,4 +1,4 @@
-"""An activation needs only a table entry and a branch in the kernels.
+"""An activation only needs a table entry and a branch in the kernels.
 
 The tests add one to a copy of the library.
 """

@@ -1,4 +1,4 @@
-"""The diffusion transformer, its text encoder, loss and samplers (models/dit.py, flow.py, text.py)."""
+"""The diffusion transformer, its text encoder, its loss and its samplers (models/dit.py, flow.py, text.py)."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_any_size_frames_text_or_none(name):
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_output_depends_on_positions(name):
-    """Without an encoding, patches are an unordered set; with one, their order and grid matter."""
+    """Without an encoding, patches are an unordered set. With an encoding, their order and grid matter."""
     model = dit(**ENCODINGS[name])
     x, t, text = inputs()
     y = model(x, t, text)
@@ -317,11 +317,11 @@ BAD = {
     "texts": (r"text: expected one text for each of 2 samples, got 1", lambda: dit()(*inputs()[:2], tokenize([RED]))),
     "texts for guidance": (
         r"text: expected one text for each of 2 samples, got 1; repeat your texts",
-        lambda: sample(dit(), inputs()[0], tokenize([RED]), scale=3.0, steps=1),
+        lambda: sample(dit(), inputs()[0], tokenize([RED]), guidance_scale=3.0, steps=1),
     ),
     "negative texts": (
         r"negative: expected one text for each of 2 samples, got 1",
-        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), scale=3.0, steps=1),
+        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), guidance_scale=3.0, steps=1),
     ),
     "text without encoder": (r"text: .*because the model has no text_encoder", lambda: dit(text=False)(*inputs())),
     "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
@@ -364,7 +364,7 @@ def test_the_encoder_sees_the_order_of_bytes():
 
 
 class Foreign(nn.Module):
-    """Encoder by a user who has not read the documentation."""
+    """Encoder of a user who has not read the documentation."""
 
     width = 16
 
@@ -430,7 +430,7 @@ def conditioned(name, **kwargs):
 @pytest.mark.parametrize("name", CONDITIONS)
 @torch.no_grad()
 def test_every_condition_says_what_empty_is(name):
-    """Guidance, forward(text=None) and training dropout use the same empty condition; a negative text replaces it."""
+    """Guidance, forward(text=None) and training dropout use the same empty condition. A negative text replaces it."""
     model, x, t, text, negative = conditioned(name)
     y, without = model(x, t, text), model(x, t)
     assert (y - without).abs().amax((1, 2, 3)).min() > 1e-3
@@ -488,7 +488,7 @@ def test_texts_of_different_lengths():
 
 @torch.no_grad()
 def test_an_encoder_that_does_not_say_what_empty_is():
-    """The error is clear; precomputed features become zeros, and a negative text needs no empty condition."""
+    """The error is clear. Precomputed features become zeros, and a negative text needs no empty condition."""
     model = dit(text=False, encoding="rotate", text_encoder=Foreign())
     x, t, _ = inputs()
     labels = torch.tensor([[1], [2]])
@@ -531,9 +531,10 @@ def test_texts_that_do_not_fit():
         (r"text: expected precomputed features as an .*Text\(.*got Tensor", lambda: model(x, t, text.features)),
         (r"drop: expected bool \(2,\), got torch.int64", lambda: model(x, t, text, drop=torch.ones(2).long())),
         (r"drop: .*no text_encoder", lambda: dit(text=False)(x, t, drop=torch.tensor([True, False]))),
-        (r"negative: expected 1 text, or 2 texts as in text", lambda: guided(model, text, 2.0, precomputed(2, 3))),
+        (r"negative: expected 1 text, or as many as in text", lambda: guided(model, text, 2.0, precomputed(2, 3))),
         (r"empty: expected the Text of one", lambda: TextFeatures(16, 8, text)),
         (r"text: expected integer class labels \(B,\), got .*int64 \(2, 1\)", lambda: labels(torch.ones(2, 1).long())),
+        (r"text: expected integer class labels \(B,\), got list; pass torch.tensor of", lambda: labels([1])),
         (r"text: expected class labels from 0 to 2, .* got 0 to 4", lambda: labels(torch.tensor([0, 4]))),
         (r"text: expected a sequence of captions, got 'red'", lambda: pretrained("t5")(RED)),
     ):  # fmt: skip
@@ -561,7 +562,7 @@ def test_jvp_equals_finite_differences(name):
 
 
 def test_a_mean_flow_step():
-    """Every parameter's gradient is that of |u - target|² with a fixed target, and a step lowers the loss."""
+    """The gradients of all parameters are those of |u - target|² with a fixed target. A step lowers the loss."""
     model = dit(interval=True, depth=1, encoding="rotate").double()
     x, t, text = inputs(4, 6, dtype=torch.float64)
     noise, r = torch.randn_like(x), t / 3
@@ -607,7 +608,7 @@ def test_guidance():
 
 @pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
 def test_order_of_the_samplers(method, order):
-    """The flow dz/dt = t z from t = 1 to 0 gives z(0) = z(1) exp(-1/2); the error falls with steps^-order."""
+    """The flow dz/dt = t z from t = 1 to 0 gives z(0) = z(1) exp(-1/2). The error falls with steps^-order."""
     z = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     errors = [
         (integrate(lambda z, t: t[:, None] * z, z, time_grid(steps), method) - z * math.exp(-0.5)).abs().max().item()
@@ -661,7 +662,7 @@ def test_training_lowers_the_loss_and_runs_at_another_size():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["rotate", "cosine", "linear", "text on an axis"])
 def test_on_a_gpu(name):
-    """The kernels agree with the CPU's reference, also in forward mode; all gradients exist under 16-bit autocast."""
+    """The kernels agree with the CPU's reference, even in forward mode. All gradients exist under 16-bit autocast."""
     model = dit(interval=True, **ENCODINGS[name])
     x, t, text = inputs()
     expected = model(x, t, text)
@@ -679,7 +680,7 @@ def test_on_a_gpu(name):
     assert set(seen) == {torch.bfloat16}
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert sample(model, torch.randn_like(x), text, scale=2.0, steps=2, method="heun").isfinite().all()
+    assert sample(model, torch.randn_like(x), text, guidance_scale=2.0, steps=2, method="heun").isfinite().all()
 
 
 def test_positions_follow_the_device():

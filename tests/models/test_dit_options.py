@@ -1,4 +1,4 @@
-"""Options of the diffusion transformer's blocks (models/blocks.py), as in published models and combined."""
+"""Options of the diffusion transformer's blocks (models/blocks.py), as in published models and in combinations."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_text_counts_and_padding_does_not(name):
     y = model(x, t, text)
     torch.testing.assert_close(model(x, t, torch.nn.functional.pad(text, (0, 5))), y, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model(x[:1], t[:1], text[:1, :4]), y[:1], rtol=1e-4, atol=1e-5)
-    # The pooled features don't change, so that only the tokens make a difference.
+    # The pooled features don't change, so only the tokens make a difference.
     encoded = model.encode_text(text)
     other = encoded._replace(features=encoded.features.flip(0), mask=encoded.mask.flip(0))
     assert (model(x, t, other) - y).abs().amax((1, 2, 3)).min() > 1e-3
@@ -192,7 +192,7 @@ def test_norms_in_the_encoding_change_nothing(name, monkeypatch):
 
 
 def test_registers_are_not_rotated():
-    """Registers are between text and patches, which keep their positions."""
+    """Registers are between text and patches. Text and patches keep their positions."""
     assert dit(reg_tokens=3).positions((2, 3), 4) == Grid((2, 3), prefix=7)
     assert dit(reg_tokens=3, text_attention="cross").positions((2, 3)) == Grid((2, 3), prefix=3)
     assert dit(reg_tokens=3, encoding="flux1").positions((2, 3), 4) == Grid((1, 2, 3), prefix=7)
@@ -206,7 +206,7 @@ def test_registers_are_not_rotated():
 
 @pytest.mark.parametrize("encoding", ["flux1", "qwen_image", "lumina2", "z_image", "wan", "hunyuan_video", "eva02"])
 def test_registers_beside_the_positions_of_a_preset(encoding):
-    """Encoding doesn't change a register, and other tokens are encoded as without registers."""
+    """Encoding doesn't change a register. Other tokens are encoded as they are without registers."""
     plain, ours = (dit(reg_tokens=n, encoding=encoding, embed_dim=192) for n in (0, 2))
     q = torch.randn(1, 2, 3 + 2 + 6, 96)
     kept = [0, 1, 2, *range(5, 11)]
@@ -235,7 +235,7 @@ def test_registers_are_attended_to():
 
 @torch.no_grad()
 def test_the_output_is_that_of_patches():
-    """Registers change nothing while blocks are the identity."""
+    """Registers change nothing as long as blocks are the identity."""
     plain, ours = dit(seed=None), dit(seed=None, reg_tokens=2)
     torch.nn.init.normal_(plain.head.weight)
     ours.load_state_dict(plain.state_dict(), strict=False)
@@ -299,7 +299,7 @@ def test_labels_steer_without_text():
 
 @torch.no_grad()
 def test_the_order_of_a_sine_cosine_table():
-    """Values are the same in a different channel order: for each axis, last first, the sines and then the cosines."""
+    """Values are the same in another channel order: the sines, then the cosines, for each axis, last axis first."""
     tables = []
     for absolute in ("sincos", "sincos_dit"):
         model = dit(absolute=absolute)

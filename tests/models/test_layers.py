@@ -104,7 +104,7 @@ BUILT = {
 
 
 def listen(model):
-    """Record the first input and the first output of each call of each block from now on."""
+    """From now on, record the first input and the first output of each call of each block."""
     heard = [[] for _ in model.blocks]
     for block, calls in zip(model.blocks, heard, strict=True):
         block.register_forward_hook(lambda _, inputs, output, calls=calls: calls.append((inputs[0], first(output))))
@@ -118,7 +118,7 @@ def first(output):
 @torch.no_grad()
 @pytest.mark.parametrize("name", BUILT)
 def test_each_layer_equals_that_of_a_uniform_model(name):
-    """With the same weights and inputs, block i gives the same output as in a model with only its kind of blocks."""
+    """With the same weights and inputs, block i gives the same output as in a model with only this kind of block."""
     build, make, run = BUILT[name]
     hybrid, x = build(attention=PATTERN), make()
     found = [m.attention for m in hybrid.blocks.modules() if hasattr(m, "attention")]
@@ -139,7 +139,7 @@ def test_each_layer_equals_that_of_a_uniform_model(name):
 
 
 def test_activations_of_a_hybrid():
-    """By default, linear layers use relu and softmax layers no activation; they share frequencies."""
+    """By default, linear layers use relu, and softmax layers use no activation. Both share frequencies."""
     model = vit(encoding="rotate", encoding_kwargs={"learnable": True}, attention=PATTERN)
     assert model.encoding.act == "none"
     assert [block.attn.feature_act for block in model.blocks] == ["relu"] * 4
@@ -249,7 +249,7 @@ def test_a_layer_equals_linear_attention_by_frames(name):
 @torch.no_grad()
 @pytest.mark.parametrize("build", ["video", "diffusion"])
 def test_both_directions_without_decay_read_all_frames(build):
-    """Without decays, a memory's two sums add up to the sum over all frames; decays give near frames more weight."""
+    """Without decays, a memory's two sums add up to the sum over all frames. Decays give near frames more weight."""
     make = partial(video, encoding="rotate") if build == "video" else dit
     run = (call) if build == "video" else diffuse
     model, x = make(attention="linear"), clip()
@@ -288,7 +288,7 @@ def test_a_stream_equals_the_whole_video_at_constant_memory(name, attention):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_a_thousand_frames(rule):
-    """If a model forgets, its state stays bounded; a plain sum grows with the number of frames."""
+    """If a model forgets, its state stays bounded. A plain sum grows with the number of frames."""
     sizes = {}
     for memory in (None, Memory(rule, "retnet")):
         model = video(**CAUSAL, depth=2, attention=PATTERN, window=3, memory=memory).float()
@@ -304,7 +304,7 @@ def test_a_thousand_frames(rule):
 
 @torch.no_grad()
 def test_unscaled_keys_would_let_the_state_grow(monkeypatch):
-    """The factor of the keys keeps the delta rule's state bounded."""
+    """With the delta rule, the factor of the keys keeps the state bounded."""
     model = video(**CAUSAL, attention="linear", memory=Memory("delta"), depth=1).float()
     sizes = []
     for scaled in (True, False):

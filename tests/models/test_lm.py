@@ -1,4 +1,4 @@
-"""The language model: cached decoding, both forms of linear attention, padding, sampling, errors."""
+"""The language model: cached decoding, both forms of linear attention, padding, sampling and errors."""
 
 import math
 from dataclasses import replace
@@ -136,7 +136,7 @@ def test_scores_match_the_formula(encoding: str) -> None:
 @every_encoding
 @torch.no_grad()
 def test_attention_matches_the_formula(encoding: str) -> None:
-    """q is scaled by head_dim before the map; query head h uses key head h // 2."""
+    """q is scaled by head_dim before the map, and query head h uses key head h // 2."""
     model = build(encoding)
     attn: Any = model.blocks[0].attn
     x = torch.randn(1, 5, TINY.dim, dtype=torch.float64)

@@ -115,7 +115,7 @@ FLUX_SINGLE = {
 
 
 def renamed(theirs, table, depth, first=0, **names):
-    """Convert another model's weights to ours: its block {i} is our block {i} + first."""
+    """Convert another model's weights to our names. Block {i} becomes our block {i} + first."""
     found = {}
     for ours, sources in table.items():
         sources = (sources,) if isinstance(sources, str) else sources
@@ -128,7 +128,7 @@ def renamed(theirs, table, depth, first=0, **names):
 
 
 def load(model, state, channels_last=True):
-    """Load all parameters: patch embeddings and tables in our shapes, the head in our order (channels, patch)."""
+    """Load all parameters. Patch embeddings and tables get our shapes, and the head our order (channels, patch)."""
     own = dict(model.named_parameters())
     assert state.keys() == own.keys()
     for name in ("head.weight", "head.bias") if channels_last else ():
@@ -227,7 +227,7 @@ def test_wan(patch_size):
 
 @torch.no_grad()
 def test_flux():
-    """FLUX has joint blocks, then parallel single-stream blocks; we split their shared output projection in two."""
+    """FLUX has joint blocks, then parallel single-stream blocks. We split the latter's shared output projection."""
     diffusers = pytest.importorskip("diffusers")
     theirs = randomized(
         diffusers.FluxTransformer2DModel(
@@ -295,8 +295,10 @@ class SiTBlock(nn.Module):
 
 
 class SiT(nn.Module):
-    """SiT (arXiv 2401.08740), which has DiT's blocks; ``lightning`` adds RMSNorm, SwiGLU, qk-norm and RoPE
-    (LightningDiT, arXiv 2501.01423)."""
+    """SiT (arXiv 2401.08740), which has DiT's blocks.
+
+    ``lightning`` adds RMSNorm, SwiGLU, qk-norm and RoPE (LightningDiT, arXiv 2501.01423).
+    """
 
     def __init__(self, dim=32, depth=2, heads=2, lightning=False):
         super().__init__()

@@ -143,7 +143,7 @@ TABLE = replace(ON_IMAGES, grid=rounded)
 
 
 def test_images_by_a_table():
-    """Tokens are in row-major order after class and register tokens; dropped patches also drop their positions."""
+    """After class and register tokens, tokens are in row-major order. Dropped patches also drop their positions."""
     model, x = vit(encoding=TABLE, reg_tokens=2), torch.randn(2, 3, 24, 40)
     placed = model._embed(x)[1]
     assert (placed.prefix, placed.num_tokens) == (3, 18)

@@ -93,7 +93,7 @@ def test_only_temporal_encoding_distinguishes_frame_order(name, attention):
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_cosine_without_a_phase_is_blind_to_direction(attention):
-    """q·k is even in the distance on each axis; a key phase, rotation or an unrotated token reveals the direction."""
+    """q·k is even in the distance on each axis. A key phase, a rotation or an unrotated token reveals the direction."""
     pooled = {**ATTENTIONS[attention], "class_token": False, "global_pool": "avg"}
     kwargs, x = {"act": "relu", "base": 10.0}, video()
     model = build(encoding="cosine", encoding_kwargs=kwargs, **pooled)
@@ -136,7 +136,7 @@ def test_reference_lays_positions_over_another_grid(name):
     expected = model(x)
     model.reference = model.patch_embed.grid_size
     close(model(x), expected)
-    # The grid is twice as fine, with each token twice: if positions agree, so do means over the copies.
+    # The grid is twice as fine, and each token occurs twice. If positions agree, so do the means over the copies.
     model.reference = (4, None, None)
     table = model.positions((8, 4, 4)).coordinates()[1:].unflatten(0, (8, 4, 4))
     torch.testing.assert_close(table[:, 0, 0, 0], torch.arange(8).double() / 2)
@@ -178,7 +178,7 @@ def test_reference_is_checked():
 @pytest.mark.parametrize("unit", ["token", "tube"])
 @pytest.mark.parametrize("name", ["cosine", "rotate", "mixed", "wan", "sincos", "learned"])
 def test_kept_tokens_keep_their_positions(name, unit):
-    """The result equals masking the dropped tokens as keys."""
+    """The result is the same as if the dropped tokens were masked as keys."""
     model, x = build(**ENCODINGS[name], drop_unit=unit, reg_tokens=1), video(4, 8, 12)
     keep = torch.tensor([[0, 4, 5], [1, 2, 3]])
     tokens = keep if unit == "token" else (keep[:, None] + 6 * torch.arange(4)[:, None]).flatten(1)
@@ -192,7 +192,7 @@ def test_kept_tokens_keep_their_positions(name, unit):
 def space_then_time(model, x):
     """Compute factorised attention by definition, without a prefix.
 
-    Block 0 attends within each frame, block 1 within each place.
+    Block 0 attends within each frame, and block 1 within each place.
     """
     (t, h, w), tokens = model.patch_embed.dynamic_feat_size(x.shape[2:]), model.patch_embed(x)
     grid = model.positions((t, h, w)).explicit()
@@ -318,7 +318,7 @@ def test_blocks_of_timm(name):
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
 def test_sizes(size):
-    """The blocks have as many parameters as those of timm's image model of this size."""
+    """The blocks have as many parameters as the blocks of timm's image model of this size."""
     with torch.device("meta"):
         ours = timm.create_model(f"lrpe_video_{size}_patch16_224")
         theirs = timm.create_model(f"vit_{size}_patch16_224")
@@ -558,7 +558,7 @@ def test_a_stream_compiles_once():
         tokens, state = stream(x[:, :, i : i + 1], state)
         found.append(tokens)
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 3 + 4 :])
-    # a size of 1 is static: one graph for one earlier frame, one for any number
+    # a size of 1 is static, so there is a graph for one earlier frame, and one for any other number
     assert counter.frame_count <= 2, counter.frame_count
 
 
@@ -678,7 +678,7 @@ def recompute(model, x, window, times=None):
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
 @pytest.mark.parametrize("name", ["rotate", "cosine-split", "wan, norm", "registers", "no prefix"])
 def test_moving_window_equals_recomputation(name, window):
-    """Cached unrotated keys, encoded at their positions in the window, give the recomputed result."""
+    """If cached unrotated keys are encoded at their positions in the window, the result equals recomputation."""
     model, x = causal(name, attention="softmax", window=window), video(6, 8, 12).double()
     expected = recompute(model, x, window)
     torch.testing.assert_close(model.forward_features(x), expected)
@@ -706,7 +706,7 @@ def test_recomputation_detects_another_window():
 
 @torch.no_grad()
 def test_positions_of_a_stream_stay_in_the_window(monkeypatch):
-    """Whatever the stream's length, positions are the same as in a video as long as the window."""
+    """Whatever the stream's length, positions are the same as in a video that is as long as the window."""
     model, x = causal("registers", attention="softmax", window=3), video(9).double()
     seen, forward = [], model.encoding.forward
 
@@ -740,7 +740,7 @@ def test_a_stream_in_a_full_window_compiles_once():
         found.append(tokens)
         counts.append(counter.frame_count)
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 3 + 8 :])
-    assert counts[-1] == counts[1] <= 2  # one graph for the first number of frames, one for any number
+    assert counts[-1] == counts[1] <= 2  # one graph for the first number of frames, and one for any other number
 
 
 @torch.no_grad()
@@ -764,7 +764,7 @@ def test_a_stream_beyond_its_horizon(name, horizon):
 
 @torch.no_grad()
 def test_a_cut_in_a_window():
-    """The newest frame jumps ahead in time; earlier ones keep theirs (eq. 4)."""
+    """The newest frame jumps ahead in time. Earlier frames keep their times (eq. 4)."""
     model, x = causal("registers", attention="softmax", window=3), video(5, 8, 12).double()
     expected = recompute(model, x, 3, lambda frames: [[0], [0, 1], [0, 1, 9]][frames - 1] if frames else [])
     set_places(model, 0, torch.tensor([0, 1, 9]))
@@ -778,7 +778,7 @@ def test_a_cut_in_a_window():
 
 @torch.no_grad()
 def test_places_of_whole_videos():
-    """Places also work without causality and with dropped tokens, but not with factorised axes."""
+    """Places also work in models that are not causal and with dropped tokens, but not with factorised axes."""
     model, x = build(encoding="rotate").double(), video(4).double()
     wanted = model.forward_features(x)
     set_places(model, 0, torch.arange(4) + 7)

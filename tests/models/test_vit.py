@@ -1,4 +1,4 @@
-"""timm's ViT with an encoding: timm's features still work, and the encoding has an effect."""
+"""timm's ViT with an encoding. All of timm's features still work, and the encoding has an effect."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class GatedAttention(Attention):
 
 
 def gate(model):
-    """Enable timm's gate, an argument of Attention that VisionTransformer does not pass on."""
+    """Enable timm's gate. VisionTransformer does not pass this argument on to Attention."""
     for block in model.blocks:
         old = block.attn
         block.attn = randomize(Attention(old.qkv.in_features, old.num_heads, qkv_bias=True, gated=True))
@@ -121,7 +121,7 @@ def test_adapt_without_encoding_is_timm(variant):
         last, between = adapted.forward_intermediates(x, norm=True)
         torch.testing.assert_close(last, features[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(between, features[1], rtol=1e-5, atol=1e-5)
-    # an encoding with frequencies differs, so that the comparison above is not vacuous
+    # an encoding with frequencies gives a different result, so the comparison above is not vacuous
     assert (adapt(model, "cosine")(x) - expected).abs().max() > 1e-3
 
 
@@ -158,7 +158,7 @@ def test_masks(encoding, fused):
             strict=True,
         ):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    # is_causal equals the mask of the causal pattern, also with an encoding
+    # is_causal has the same effect as a causal mask, even with an encoding
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     torch.testing.assert_close(live(x, is_causal=True), live(x, attn_mask=causal), rtol=1e-5, atol=1e-5)
 
@@ -246,7 +246,7 @@ def test_learned_frequencies():
 def test_copied_v_frees_the_projection():
     """Check what attention saves for its backward.
 
-    It is three units of B·N·C with v copied, as without an encoding, and otherwise five.
+    With v copied, it saves three tensors of size B·N·C, as without an encoding. Otherwise, it saves five.
     """
     batch, num_tokens, dim = 2, 17, 32
     unit = batch * num_tokens * dim * 4
@@ -375,7 +375,7 @@ def test_patch_dropout_drops_the_same_patches_as_timm():
 
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
 def test_encoding_distinguishes_permuted_patches(encoding):
-    """The mean of all tokens only changes under permutation if there is an encoding."""
+    """A permutation only changes the mean of all tokens if there is an encoding."""
     model = lrpe_vit(encoding=encoding, class_token=False, global_pool="avg")
     x = image()
     patches = x.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 3, 16, 4, 4)
@@ -389,7 +389,7 @@ def test_encoding_distinguishes_permuted_patches(encoding):
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
 @pytest.mark.parametrize("encoding", ["cosine", "rotate", "mixed"])
 def test_output_depends_on_relative_positions(encoding, attention):
-    """Without prefix tokens, shifting the coordinates does not change the output; other changes do."""
+    """Without prefix tokens, shifting the coordinates does not change the output. Other changes do."""
     model = lrpe_vit(encoding=encoding, class_token=False, global_pool="avg", attention=attention)
     tokens, grid = model._embed(image(16, 24))
     coords = grid.coordinates(dtype=torch.float32)
@@ -471,7 +471,7 @@ def test_linear_attention(cls, normalizer, is_causal):
     torch.testing.assert_close(attention(q.double(), k.double(), v.double(), **kwargs), expected)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(attention(q, k, v, **kwargs), out)
-    # in 16 bits, only the encoded q and k are rounded, since sums are float32
+    # in 16 bits, only the encoded q and k are rounded, because sums are float32
     low = [t.bfloat16() for t in (q, k, v)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attention(*low, **kwargs)
@@ -528,7 +528,7 @@ def test_linear_is_causal():
 @pytest.mark.parametrize("encoding", [None, "rotate"])
 @pytest.mark.parametrize("normalizer", ["encoded", "none"])
 def test_linear_attention_without_an_activation(normalizer, encoding):
-    """Features are q and k, and the resulting weights normalise the sums."""
+    """The features are q and k, and the sums are normalised by the resulting weights."""
     model = lrpe_vit(encoding=encoding, encoding_kwargs={"act": "none"}, attention="linear", normalizer=normalizer)
     tokens, grid = model._embed(image())
     attn = model.blocks[0].attn
@@ -584,7 +584,7 @@ def test_linear_errors():
 
 
 class Custom(nn.Module):
-    """A custom encoding as documented: called with q, k and positions."""
+    """A custom encoding, which is called with q, k and positions, as documented."""
 
     def __init__(self, head_dim, num_heads):
         super().__init__()
@@ -705,7 +705,7 @@ def test_custom_encodings():
     ],
 )  # fmt: skip
 def test_presets(name, kwargs):
-    """Pass a preset by name, with its positions; adapt is equivalent, and layers share it unless they learn."""
+    """Pass a preset by name, with its positions. adapt is equivalent, and layers share it unless they learn."""
     kwargs = {"embed_dim": 64, **kwargs}  # head_dim 32
     model = lrpe_vit(encoding=name, **kwargs)
     layers = model.encoding if isinstance(model.encoding, nn.ModuleList) else [model.encoding] * 2
@@ -745,7 +745,7 @@ def test_presets(name, kwargs):
 @pytest.mark.filterwarnings("ignore:encoding")
 @pytest.mark.parametrize("name", ["eva02", "qwen2_vl"])
 def test_presets_with_dropped_patches(name):
-    """Remaining patches keep their scaled positions, after a prefix that is not rotated."""
+    """The remaining patches keep their scaled positions after a prefix that is not rotated."""
     model = lrpe_vit(encoding=name, embed_dim=64, patch_drop_rate=0.5)
     positions, seen = EncodingStack(model.encoding).lay_out((4, 7), Tokens(1)), []
     model.encoding.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["positions"]), with_kwargs=True)
@@ -805,7 +805,7 @@ def test_unsuitable_presets(name, kwargs, message):
 
 @pytest.mark.parametrize("build", [lrpe_vit, lambda encoding, **kwargs: adapt(timm_vit(**kwargs), encoding)])
 def test_a_preset_with_more_axes_warns(build):
-    """An image is a single frame, so temporal channels don't rotate, unless their frequencies also depend on space."""
+    """An image is a single frame. So temporal channels don't rotate, unless their frequencies also depend on space."""
     message = "expected a preset with 2 axes, as this model has, got 'wan' with 3. 38% of its channels .*split"
     with pytest.warns(UserWarning, match=message):
         build(encoding="wan", embed_dim=64)
@@ -961,7 +961,7 @@ def test_timm_surface():
 @pytest.mark.parametrize("encoding", [None, "cosine", "mixed"])
 @pytest.mark.parametrize("absolute", ["none", "learned"])
 def test_checkpoints_of_timm_load(encoding, absolute, tmp_path):
-    """Load pretrained=True from a file: missing frequencies keep their values; the table is dropped or resampled."""
+    """Load pretrained=True from a file. Missing frequencies keep their values. The table is dropped or resampled."""
     source = timm_vit()
     torch.save(source.state_dict(), tmp_path / "vit.pth")
     kwargs = {**TINY, "encoding": encoding, "absolute": absolute, "img_size": 32}
@@ -1210,7 +1210,7 @@ def test_wide_attention_on_gpu(dtype, head_dim):
 
 
 def extracted(by, model, x):
-    """Return the first block's output from the graph that timm or torchvision traces, and from a hook."""
+    """Return the first block's output, from the graph that timm or torchvision traces and from a hook."""
     found = []
     with model.blocks[0].register_forward_hook(lambda module, args, y: found.append(y)):
         model(x)

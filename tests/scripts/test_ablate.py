@@ -1,4 +1,4 @@
-"""The ablation on a few images: output files, resuming after interruptions and kills, errors, determinism."""
+"""The ablation on a few images: output files, resuming after interruptions and kills, errors and determinism."""
 
 import json
 import os
@@ -76,7 +76,8 @@ def test_a_run_from_end_to_end_and_again(tmp_path: Path, started_trainings: list
     assert str(Path.home()) not in config
     assert os.uname().nodename not in config
 
-    # If a result is lost and a killed process left an incomplete file, only that run is repeated, with the same result.
+    # If a result is lost and a killed process has left an incomplete file, only that run is repeated. The result is the
+    # same.
     lost = out / "runs" / "cosine-softmax-1.json"
     before = json.loads(lost.read_text())
     lost.unlink()
@@ -99,7 +100,7 @@ def test_settings_must_match_the_folder(tmp_path: Path, change: str, monkeypatch
 
 
 def test_a_comparison_can_be_extended(tmp_path: Path, started_trainings: list) -> None:
-    """Encodings, kinds of attention and seeds are added to those of the folder, whose runs are not repeated."""
+    """Encodings, kinds of attention and seeds are added to those of the folder. Its runs are not repeated."""
     run = ["run", "digits", "--smoke", "--device", "cpu", "--workers", "1", "--out", str(tmp_path)]
     softmax = [*run, "--attention", "softmax"]
     for more, started in (

@@ -43,7 +43,7 @@ def images(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def started_trainings(monkeypatch) -> list[tuple[str, str, int]]:
-    """Record encoding, attention and seed of each run that starts."""
+    """Record the encoding, attention and seed of each run that starts."""
     started, train = [], ablate_driver.train
 
     def counted(comparison, file, job, *more):
@@ -359,7 +359,7 @@ def test_invalid_options(images, tmp_path):
     assert "--set: expected NAME=VALUE, got 'steps'" in output_of(*run, "--set", "steps")
     assert "--set steps: expected an integer, got 'many'" in output_of(*run, "--set", "steps=many")
     assert "expected true or false" in output_of(*run, "--set", "flip=2")
-    assert "expected a multiple of 4" in output_of(*run, "--set", "size=10")
+    assert "--set size: expected a side or HEIGHTxWIDTH in multiples of 4" in output_of(*run, "--set", "size=10")
     assert not (tmp_path / "out").exists()  # nothing was written
     (tmp_path / "empty").mkdir()
     assert "found neither" in output_of("report", "image", "--folder", str(tmp_path / "empty"))
@@ -393,7 +393,7 @@ def test_the_default_comparison_can_be_configured(task):
 
 
 def test_the_pages_show_the_results():
-    """The pages are current; if not, run `python -m scripts.ablate report`."""
+    """The pages are current. If they are not, run `python -m scripts.ablate report`."""
     folders = ablate_report.folders()
     assert {f"ablate-{task}" for task in TASKS} <= {folder.name for folder in folders}
     for folder in folders:
@@ -418,7 +418,7 @@ def test_pages_are_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_warnings_are_shown_once(tmp_path, capfd, workers):
-    """New processes neither repeat the warnings nor name arguments of Python."""
+    """New processes don't repeat the warnings, and no warning names arguments of Python."""
     run = ["run", "digits", "--smoke", "-e", "wan", "--seeds", "2", "--attention", "softmax", "--device", "cpu"]
     with pytest.raises(SystemExit) as done:
         cli.run_program("ablate", [*run, "--workers", str(workers), "--out", str(tmp_path)])
@@ -442,7 +442,7 @@ def test_data_of_a_missing_package_leaves_no_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_trainings_of_equal_time(images, tmp_path, together):
-    """The report gives the steps that each pair of attention and encoding took."""
+    """The report lists how many steps each pair of attention and encoding took."""
     out = tmp_path / "out"
     pairs = ["-e", "softmax/rotate", "-e", "linear/rotate", "-e", "linear/cosine-relu"]
     options = ["--set", "seconds=0.2", "--seeds", "1", "--device", "cpu", *TINY]
@@ -532,7 +532,7 @@ def test_a_report_of_another_task_is_refused(tmp_path):
     ("data", "options", "message"),
     [
         ("pictures", [], r"DATA {data}: found no images; expected CLASS/\*\.png .* with --set label, or the root"),
-        ("idx", ["--set", "size=15"], "--set size: expected a multiple of 4, got 15"),
+        ("idx", ["--set", "size=15"], "--set size: expected a side or HEIGHTxWIDTH in multiples of 4, got '15'"),
         ("idx", ["--set", "batch=99"], "--set batch=99: expected at most 24, the number of training images"),
         ("idx", ["--set", "without=ugly"], "--set without ugly: only works with --set label; add --set label"),
         ("idx", ["-e", "linear"], "as --attention linear"),

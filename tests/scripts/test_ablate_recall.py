@@ -1,4 +1,4 @@
-"""The comparison of associative recall: runs, resuming, and the report's numbers, plot and page."""
+"""The comparison on associative recall: runs, resuming, and the report's numbers, plot and page."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
 
 
 def test_smoke_of_the_longer_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hybrids need four layers, and it doesn't touch the folder of a real run."""
+    """The hybrids need four layers. The smoke test doesn't touch the folder of a real run."""
     monkeypatch.chdir(tmp_path)
     alone = ["-e", "decay,decay,decay,softmax/rotate-numerator", "-e", "softmax/rotate:base=100,learnable=true"]
     few = ["--device", "cpu", "--workers", "1", "--seeds", "1", "--set", "sizes=16x4x4"]
@@ -75,7 +75,7 @@ def test_a_killed_comparison_resumes_from_the_checkpoint(tmp_path: Path, monkeyp
 
 
 def frame(values: dict[tuple[str, str], dict[str, list[list[float]]]]) -> pd.DataFrame:
-    """Return results; values: (attention, encoding) → kind → size → accuracies by seed."""
+    """Return a table of results. ``values`` maps (attention, encoding) to kinds, sizes, and accuracies by seed."""
     same = {"params": 1000, "loss": 0.5, "loss_rise": 0.01, "train_seconds": 30.0, "step_ms": 4.0, "tokens": 8000}
     rows = [
         {
@@ -130,14 +130,14 @@ def test_numbers_of_the_tables() -> None:
     assert by_key["add", "none"][0] == "91.0 ± 2.5"
     assert by_place["add", "rotate"] == by_key["add", "none"]
 
-    differences = text[text.index("Difference from add with the same positions") :]
+    differences = text[text.index("difference from add with the same positions") :]
     memories = rows_of(differences, "Questions by key")
     assert list(memories) == [("delta", "none"), ("delta", "rotate")]
     interval = ttest_rel(DELTA[2], ADD[2]).confidence_interval(0.95)
     mean, half = (interval.low + interval.high) / 2, (interval.high - interval.low) / 2
     assert memories["delta", "none"][2] == f"**{mean:+.1f} ± {half:.1f}**"
     assert memories["delta", "none"][3] == "+0.7 ± 3.8"  # it includes zero
-    positions = rows_of(text[text.index("Difference from rotate with the same memory") :], "Questions by key")
+    positions = rows_of(text[text.index("difference from rotate with the same memory") :], "Questions by key")
     assert list(positions) == [("add", "none"), ("delta", "none")]
     assert positions["add", "none"][0] == "**+60.0 ± 0.0**"
 

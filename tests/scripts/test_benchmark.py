@@ -1,4 +1,4 @@
-"""The operator benchmark at tiny sizes: rows, checks before timing, helpers, and the report."""
+"""The operator benchmark at tiny sizes: rows, checks before timing, helpers and the report."""
 
 import time
 from dataclasses import replace
@@ -90,7 +90,7 @@ def test_other_modes(tmp_path):
 
 
 def test_text(tmp_path):
-    """Measure grouped queries, and a peer that only runs there."""
+    """Measure grouped queries, and a peer that only supports these."""
     half = "torch.compile, rotate_half"
     args = ["--op", "rotate", "--modes", "fwd,bwd_omega", "--peers", f"lrpe-md;timm, eager;{half}"]
     rows = invoke(tmp_path / "a.csv", *args, workload="text")
@@ -211,7 +211,7 @@ def test_host_times_take_turns():
 
 @pytest.mark.parametrize("overwrites", ["nothing", "all"])
 def test_calls_cycle_through_copies_of_the_inputs(tmp_path, monkeypatch, overwrites):
-    """An evict-last load keeps its tensor in the cache, where the next call must not find it."""
+    """An evict-last load keeps its tensor in the cache. The next call must not find it there."""
     timed = []
 
     def gpu_time(self, *fns):
@@ -328,7 +328,7 @@ def test_inputs():
 
 
 def write_measurements(folder: Path) -> None:
-    """Write two files; the later one repeats a measurement."""
+    """Write two files. The later one repeats a measurement."""
     where = {"gpu": "G", "torch": "2", "triton": "3", "commit": "c", "copy_gbps": 1000}
 
     def row(mode, op, workload, peer, share, date="2020-01-01 00:00", **more):
@@ -430,7 +430,7 @@ def test_report_without_measurements(tmp_path):
 
 
 def test_pages_are_current():
-    """The pages are current; if not, run `make results`."""
+    """The pages are current. If they are not, run `make results`."""
     folder = benchmark_report.RESULTS
     pages = benchmark_report.pages(benchmark_report.read(folder), folder)
     assert set(pages) == {"performance.md", "training-steps.md", "linear-attention.md", "adapted-models.md"}

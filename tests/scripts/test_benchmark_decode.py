@@ -51,7 +51,7 @@ def test_missing_packages_are_noted(tmp_path, monkeypatch):
 
 
 def test_a_kernel_from_the_hub(tmp_path, monkeypatch):
-    """Cover success, no network, and no partial rotation."""
+    """Cover success, a missing network, and a missing partial rotation."""
     hub = types.ModuleType("kernels")
 
     def apply(q, k, cos, sin):

@@ -22,7 +22,7 @@ def run(*args):
 
 
 class Libraries:
-    """Fakes of fla and flash_bla: the same functions, computed by their formulas, with the same memory layout."""
+    """Fakes of fla and flash_bla. The functions and the memory layout are the same, and plain formulas compute them."""
 
     @staticmethod
     def chunk(q, k, v, scale, normalize):
@@ -112,7 +112,7 @@ def test_wrong_names_are_refused(args, tmp_path):
 
 @pytest.mark.skipif(not find_spec("diffusers"), reason="needs diffusers")
 def test_the_delta_rule_of_diffusers_is_a_row(tmp_path):
-    """It must compute the same function as lrpe-md, in both directions, or it would not be timed."""
+    """It must compute the same function as lrpe-md in both directions. Otherwise, it would not be timed."""
     out = tmp_path / "linear.csv"
     works = ("frames", "frames-delta", "frames-delta-both")
     done = run("--impl", "SanaWM", "--workload", ",".join(works), "--out", out)
@@ -158,7 +158,7 @@ def test_missing_libraries_are_left_out(tmp_path, monkeypatch):
 
 
 def test_candidates_of_the_peers_autotuner_are_compiled_first(libraries):
-    """Both kernels' configurations are compiled with the inputs' strides; the peer handles failures."""
+    """Both kernels' configurations are compiled with the inputs' strides. The peer handles failures."""
     _, bla = libraries
     calls = []
 
@@ -190,7 +190,7 @@ def test_sana_stock_and_ours(tmp_path):
 
 
 def test_processor_equals_stock():
-    """Compare float32 values and gradients; another frequency would differ."""
+    """Compare float32 values and gradients. With another frequency, they would differ."""
     pytest.importorskip("diffusers")
     case = linear.replace(linear.shrink(linear_peers.SANA), head_dim=24, dtype=torch.float32)
     block = linear_peers.make_block("sana-module", "ours", case, torch.device("cpu"))

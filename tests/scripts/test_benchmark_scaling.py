@@ -86,7 +86,7 @@ def test_checkpointing_gives_the_same_gradients(name):
 
 
 def test_slow_rows_are_left_out(tmp_path, monkeypatch):
-    """Softmax attention is expected to grow quadratically, linear attention linearly."""
+    """The expected time grows quadratically for softmax attention, and linearly for linear attention."""
     monkeypatch.setattr(linear_scaling, "measure_steps", lambda run, trainee, expected: (1000.0, 0.0))
     out = tmp_path / "scaling.csv"
     done = run("--backbones", "vit", "--tokens", "4,16", "--cap", "10", "--out", out)

@@ -45,7 +45,7 @@ def test_cpu_timings_need_smoke():
 
 
 def test_turns_time_both_loops_without_the_first_steps(monkeypatch):
-    """With this clock, a training step takes one second, and a step of the bare loop takes ten."""
+    """On this clock, a training step takes one second, and a step of the bare loop takes ten."""
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
@@ -63,7 +63,7 @@ def test_turns_time_both_loops_without_the_first_steps(monkeypatch):
 
 
 def test_bare_step_is_a_step_of_the_training(tmp_path):
-    """Both loops change the same model, and the bare one also updates the average."""
+    """Both loops change the same model. The bare loop also updates the average."""
     data = tmp_path / "latents"
     data.mkdir()
     train_loop.write_random_latents(data, 32, 8)

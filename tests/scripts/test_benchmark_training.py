@@ -1,4 +1,4 @@
-"""The training benchmark on tiny models: models differ only in their encoding, and results are written."""
+"""The training benchmark on tiny models. Models only differ in their encoding, and results are written."""
 
 import math
 from collections import Counter
@@ -133,7 +133,7 @@ def test_a_run_adds_rows(tmp_path: Path):
 
 
 def test_rounds_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A slow machine in half of the rounds does not affect ratios within a round."""
+    """If the machine is slow in half of the rounds, the ratios within a round don't change."""
     ms = pd.DataFrame({"none": [10.0, 10.0, 30.0, 30.0], "axial": [11.0, 11.0, 33.0, 33.0]})
     monkeypatch.setattr(script, "time_rounds", lambda *args: ms)
     result = invoke(
@@ -177,7 +177,7 @@ def test_cosine_may_take_another_attention_kernel(tmp_path: Path, monkeypatch: p
 
 
 def test_the_second_step_is_observed(monkeypatch: pytest.MonkeyPatch):
-    """The first step compiles; in the third, CUDA graphs are replayed."""
+    """The first step compiles. From the third step on, CUDA graphs are replayed."""
     taken, before, step, observe = Counter(), [], script.Trainee.step, script.observed_step
     monkeypatch.setattr(script.Trainee, "step", lambda self: taken.update([self]) or step(self))
     monkeypatch.setattr(script, "observed_step", lambda trainee: before.append(taken[trainee]) or observe(trainee))
@@ -345,7 +345,7 @@ def test_refusals(args, message, tmp_path: Path):
 
 @pytest.mark.gpu
 def test_models_with_graphs_take_turns(monkeypatch: pytest.MonkeyPatch):
-    """Several models share a memory pool and take turns; their losses equal those in eager mode."""
+    """Several models share a memory pool and take turns. Their losses equal those in eager mode."""
     monkeypatch.undo()
     device, names = torch.device("cuda"), ("none", "axial", "mixed")
     losses: dict[str, list[torch.Tensor]] = {}

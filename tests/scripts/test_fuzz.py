@@ -1,4 +1,4 @@
-"""The fuzzer: sample runs, its formula against loops in long double, and errors that it must detect."""
+"""The fuzzer: sample runs, a comparison of its formula with loops in long double, and errors that it must detect."""
 
 import itertools
 import subprocess
@@ -96,7 +96,7 @@ def test_denominators_near_zero(seed):
 
 @interpreted
 def test_decays_after_the_state_has_decayed():
-    """Gradients of these decays are tiny: far below the rounding errors of earlier tokens' terms."""
+    """Gradients of these decays are tiny, far below the rounding errors of earlier tokens' terms."""
     config = LinearConfig(
         None, places=(None,), seed=1188, head_dim=2, v_dim=4, num_tokens=(400, 400), normalizer="none", mask="causal",
         gate="closed", state=True, decay="shared",
@@ -120,7 +120,7 @@ def test_earlier_gpu_failures(config):
 
 
 def loop_positions(place, where, sample, n):
-    """Return the position of a token, and whether it is on the grid; random tables are used unchanged."""
+    """Return the position of a token, and whether it is on the grid. Random tables are used unchanged."""
     index = n + place.start - place.prefix
     cell, left = [], index
     for size in reversed(place.shape):
@@ -244,7 +244,7 @@ def test_seeds_in_a_row_share_a_variant():
 
 
 def test_every_kind_of_call_is_drawn():
-    """A few hundred seeds cover every value of the fields."""
+    """A few hundred seeds cover every value of every field."""
     linear, maps = ([draw(seed, kind, Limits()) for seed in range(600)] for kind in ("linear", "maps"))
     assert {(c.map, c.normalizer, c.mask) for c in linear} == set(
         itertools.product(("cosine", "rotate", None), ("unrotated", "encoded", "none"), ("full", "causal", "block"))

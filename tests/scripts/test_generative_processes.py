@@ -30,7 +30,7 @@ def flags(options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_diffusion_on_two_processes(kind: str, sharding: str, data: dict[str, Any], tmp_path: Path) -> None:
-    """Sampling in training, the distance and accumulation work, and a single process resumes with the same weights."""
+    """Sampling in training, the distance and accumulation work. A single process resumes with the same weights."""
     options = {
         **SMALL, **data[kind], "accumulate": 2, "sample_every": 2, "distance_samples": 4, "validate_every": 2,
         "out": tmp_path / "run",

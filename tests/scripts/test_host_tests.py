@@ -106,7 +106,7 @@ def test_rows_of_other_models_are_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "expected --diffusers or --transformers, with a checkout that tests the chosen model"),
+        ((), "expected --diffusers or --transformers with a checkout that contains tests for the chosen model"),
         (("--only", "nothing"), "--only: expected one of"),
     ],
 )

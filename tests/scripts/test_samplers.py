@@ -28,7 +28,7 @@ class Exact:
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samplers_solve_a_known_equation(sampler, prediction):
-    """The flow takes noise ε to MEAN + DEVIATION · ε; the error falls with the number of steps."""
+    """The flow takes noise ε to MEAN + DEVIATION · ε. The error falls with the number of steps."""
     noise = torch.randn(500, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def error(steps):
@@ -36,7 +36,7 @@ def test_samplers_solve_a_known_equation(sampler, prediction):
         return (found - MEAN - DEVIATION * noise).abs().mean().item()
 
     first_order = sampler == "euler"
-    # A model that predicts noise starts at NOISE_START: the noise in place of z leaves an error of 1 - NOISE_START.
+    # A model that predicts noise starts at NOISE_START. Noise instead of z leaves an error of 1 - NOISE_START.
     start = 1.1 * (1 - NOISE_START) if prediction == "noise" else 0
     assert error(40) < (0.02 if first_order else 0.003) + start
     assert error(80) < 0.7 * error(20) + start

@@ -263,7 +263,7 @@ def test_unknown_policy_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["shards", "folder", "memory"])
 def test_mixed_sizes_and_buckets(kind, tmp_path, monkeypatch):
-    """A step's images have one shape, all shapes occur, and a killed run ends like an uninterrupted one."""
+    """All images in a step have the same shape, all shapes occur, and a killed run ends like an uninterrupted one."""
     shapes, loss = [], train_image.loss
 
     def seen(config, model, images, mix=None):
@@ -321,7 +321,7 @@ def weights_of(config: ImageTraining) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["shards", "hub", "folder"])
 def test_resumed_run_equals_uninterrupted_run(kind, shards, hub, tmp_path, monkeypatch):
-    """The run is killed in the main process, then finished by worker processes, with every augmentation."""
+    """The run uses every augmentation. It is killed in the main process, and then finished by worker processes."""
     data = {"shards": shards, "hub": hub, "folder": write_folders(tmp_path / "folder", "abc")}[kind]
     options = {**SMALL, **AUGMENTED, "data": data, "stream": kind == "folder"}
     whole = ImageTraining(out=tmp_path / "whole", **options)
@@ -393,13 +393,14 @@ def test_sizes_follow_the_data(tmp_path):
     from test_train_image import write_idx
 
     idx = ImageTraining(data=write_idx(tmp_path / "idx"), out=tmp_path / "a")
-    assert (idx.size, idx.patch, idx.test_sizes) == (28, 2, "20,40,56,28x40")
+    assert (idx.size, idx.patch, idx.test_sizes) == ("28", 2, "20,40,56,28x40")
     real = ImageTraining(data=tmp_path, out=tmp_path / "a")
-    assert (real.size, real.patch, real.test_sizes) == (224, 16, "160,288,224x288")
+    assert (real.size, real.patch, real.test_sizes) == ("224", 16, "160,288,224x288")
     assert ImageTraining(data=tmp_path, out=tmp_path / "a", size=96, patch=8).test_sizes == "64,128,96x128"
     assert ImageTraining(data=tmp_path, out=tmp_path / "a", size=32, patch=8).test_sizes == "64,32x64"
     named = ImageTraining(data=tmp_path, out=tmp_path / "a", model="vit_base_patch32_224")
-    assert (named.size, named.patch) == (224, 32)
+    assert (named.size, named.patch) == ("224", 32)
+    assert ImageTraining(data=tmp_path, out=tmp_path / "a", size="64x96", patch=8).test_sizes == "32x64,96x128,64x128"
 
 
 def test_too_many_images_name_the_stream(tmp_path, monkeypatch):
@@ -443,6 +444,10 @@ def test_unsuitable_models_of_timm(tmp_path):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224.none")
     with pytest.raises(typer.BadParameter, match=r"expected a plain timm ViT.*family resnet"):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
+    for name in ("vit_small_patch16_rope_mixed_224", "eva02_tiny_patch14_224"):
+        message = r"got a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm\.py$"
+        with pytest.raises(typer.BadParameter, match=message):
+            ImageTraining(data=tmp_path, out=tmp_path, model=name)
     with pytest.raises(typer.BadParameter, match="a learned position table"):
         ImageTraining(data=tmp_path, out=tmp_path, model="test_vit", size=32, encoding="sincos")
 

@@ -1,4 +1,4 @@
-"""Training on labelled videos: frames of a clip, classes by folder, held-out videos."""
+"""Training on labelled videos: frames of a clip, classes by folder, and held-out videos."""
 
 import re
 from contextlib import nullcontext
@@ -140,7 +140,7 @@ def test_folds_of_whole_videos(folder, tmp_path):
     assert len(next(work.steps(0))[0]) == SMALL["batch"]
     assert work.settings["digest"] != load_labelled([folder], 16, parts=4).digest
     split = write_classes(tmp_path / "split", ("train", "val"), 1)
-    with pytest.raises(VideoError, match=r"--fold 1: --data .*split has its own test videos in val/; leave it out"):
+    with pytest.raises(VideoError, match=r"--fold 1: --data .*split has its own test videos in val/; leave out --fold"):
         load_labelled([split], 8, parts=4, fold=1)
 
 
@@ -205,7 +205,7 @@ def test_a_clip_for_a_loaded_model(tmp_path, sampling):
 
 
 def test_frames_of_a_whole_video_for_a_stream(tmp_path):
-    """A stream of the frames of a clip gives the scores of the clip."""
+    """If the frames of a clip are streamed, the scores equal those of the clip."""
     data = write_classes(tmp_path / "split", ("train", "val"), 2)
     options = {**SMALL, "data": [data], "steps": 1, "batch": 4, "tubelet": 2, "causal": True}
     train_video.run(VideoTraining(out=tmp_path / "run", **options))

@@ -1,4 +1,4 @@
-"""Training the diffusion model: captioned images in every supported format, training, samples, resuming."""
+"""Training the diffusion model: captioned images in every supported format, training, samples and resuming."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lrpe_md.scripts.train.encodings import CAPTIONED
 from lrpe_md.scripts.train.generation import Evaluation
 from lrpe_md.scripts.train.tasks import diffusion as train_diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
-from train_commands import Killed, die_after
+from train_commands import Killed, die_after, with_options
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
 SMALL = {
@@ -40,7 +40,7 @@ SMALL = {
 
 
 def images(folder, size=(8, 8)):
-    """Write 24 plain images; return (name, caption) pairs."""
+    """Write 24 plain images, and return (name, caption) pairs."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for i in range(6):
@@ -180,7 +180,7 @@ BAD = {
 
 
 def test_a_few_captions_are_enough(folder):
-    """In a small dataset, the hash chooses no sample. One is held out anyway, always the same one."""
+    """In a small dataset, the hash chooses no sample. One sample is held out anyway, and it is always the same one."""
     for limit in (2, 3, 5):
         found = load(folder, limit=limit, parts=10**6)
         assert found.held_out.sum() == 1
@@ -294,7 +294,9 @@ def test_command_line(folder, tmp_path):
         (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: expected at most"),
         (["--data", str(tmp_path / "absent")], "no such file or folder"),
     ):
-        result = CliRunner().invoke(app, ["diffusion", *command, *more], env={**os.environ, "COLUMNS": "400"})
+        result = CliRunner().invoke(
+            app, ["diffusion", *with_options(command, *more)], env={**os.environ, "COLUMNS": "400"}
+        )
         assert result.exit_code == 2, result.output
         assert message in result.output
         assert not out.exists()

@@ -1,4 +1,4 @@
-"""--encoding of the training commands: names in the table, presets, registered schemes, and options after the name."""
+"""The option --encoding of the training commands: names in the table, presets, registered schemes, and options."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def _positions_times(factor: float) -> Any:
 
 @pytest.mark.parametrize("own_function", [False, True])
 def test_a_run_of_another_definition_of_a_scheme_is_refused(tmp_path, registered, own_function):
-    """The scheme's name is the same, so only a fingerprint can tell it apart."""
+    """The scheme's name is the same, so only a fingerprint can tell the difference."""
 
     def define(number: float) -> None:
         changed = {"grid": _positions_times(number)} if own_function else {"frequencies": Axial((1, 1), number)}

@@ -1,4 +1,4 @@
-"""Training diffusion models on classes, latents, text features and videos: data, resuming, samples."""
+"""Training diffusion models on classes, latents, text features and videos: data, resuming and samples."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_latents_equal_those_of_the_vae(tmp_path, monkeypatch):
 
 
 def test_held_out_loss_samples_latents_as_training_does(data, tmp_path, monkeypatch):
-    """Each evaluation uses the same samples, none of which is mirrored."""
+    """Each evaluation uses the same samples, and mirrors none of them."""
     seen = []
 
     def look(model: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -303,6 +303,7 @@ def test_held_out_captions_that_images_share_are_named():
     condition = Captions(("a", "b", "a", "c", "b", "a"), EncoderSize(16, 1, 2, 8))
     said = condition.describe_held_out([0, 2, 3, 5])
     assert said == "Held out all images of 2 captions for tests, among them 3 of 'a'"
+    assert condition.describe_held_out([0, 2, 5]) == "Held out all images of 1 caption for tests, among them 3 of 'a'"
     assert condition.describe_held_out([1, 3]) == ""
 
 
@@ -403,7 +404,7 @@ def test_a_folder_of_images_and_videos_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text_attention", ["cross", "single"])
 def test_blocks_of_published_models(data, tmp_path, text_attention):
-    """Options of the blocks reach the model in training and in sampling; checkpointing doesn't change any weight."""
+    """Options of the blocks reach the model in training and in sampling. Checkpointing doesn't change any weight."""
     options = {"mlp": "swiglu", "modulation": "shared", "reg_tokens": 2, "text_attention": text_attention}
     options = {**data["features"], **options}
     plain = diffusion.run(config(options, tmp_path / "plain"))
@@ -515,7 +516,7 @@ def read_means(latents: Latents, indices: np.ndarray, size: int, draws: Any = No
 
 @pytest.mark.parametrize("kind", slow_except(["latents", "bucketed clips"], KINDS))
 def test_micro_batches_and_the_whole_batch_agree(data, tmp_path, monkeypatch, kind):
-    """Times and noise are drawn for each micro-batch; if they are fixed, the gradients agree."""
+    """Times and noise are drawn for each micro-batch. If they are fixed, the gradients agree."""
 
     def fixed(config: Any, model: Any, samples: Any) -> torch.Tensor:
         x, text, _ = samples
@@ -534,7 +535,7 @@ def test_micro_batches_and_the_whole_batch_agree(data, tmp_path, monkeypatch, ki
 
 
 def test_samples_on_the_way(data, tmp_path, monkeypatch):
-    """Sheets do not change the training, and a run with sheets but no regular checkpoint can be resumed."""
+    """Sheets don't change the training. A run with sheets but no regular checkpoint can be resumed."""
     options = {**data["labels"], "save_every": 100}
     plain = diffusion.run(config(options, tmp_path / "plain"))
     shown = config(options, tmp_path / "shown", sample_every=2)
@@ -641,10 +642,18 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
             ["--prompt", "green", "--size", "9x8"],
             "--size: expected multiples of 2, because a patch has 1 latent per side, and a latent 2 pixels, got 9x8",
         ),
-        ("none", ["--scale", "2"], "--scale: has no effect, because this run was trained without captions or classes"),
+        (
+            "none",
+            ["--guidance-scale", "2"],
+            "--guidance-scale: has no effect, because this run was trained without captions or classes",
+        ),
         ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
         ("labels", ["--prompt", "red", "--sampler", "ddim"], "--sampler: unknown 'ddim'"),
-        ("labels", [], "--prompt: expected at least one for a run of `train diffusion`, got none"),
+        (
+            "labels",
+            [],
+            "--prompt: expected at least one for a run of `train diffusion`, got none; pass a class, such as",
+        ),
         ("labels", ["--prompt-file", "absent.txt"], "--prompt-file absent.txt: can't be read as text"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Training the image model on synthetic images, and the ViT's positions over a reference grid."""
+"""Training the image model on synthetic images, and the ViT's positions on a reference grid."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ from lrpe_md.scripts.train.tasks.image import ImageTraining, parse_sizes
 from lrpe_md.scripts.train.weights import start_from
 from PIL import Image
 from torch import nn
-from train_commands import die_after, flags, output_of
+from train_commands import die_after, flags, output_of, with_options
 
 from lrpe_md import CosineMd, Grid
 
@@ -106,7 +106,7 @@ def test_idx_files_are_read(data):
     assert found.num_classes == 2
     few, again = load_images(data, 8, limit=10), load_images(data, 8, limit=10)
     assert (len(few.train), len(few.test)) == (10, 10)
-    assert few.digest == again.digest != found.digest
+    assert few.train.digest == again.train.digest != found.train.digest
 
 
 def test_damaged_idx_files(tmp_path):
@@ -216,11 +216,65 @@ def test_augmentation_follows_its_random_draws():
 
 
 def test_sizes():
-    assert parse_sizes("20, 28x40,", 2) == [(20, 20), (28, 40)]
-    assert parse_sizes("", 2) == []
+    assert parse_sizes("--test-sizes", "20, 28x40,", 2) == [(20, 20), (28, 40)]
+    assert parse_sizes("--test-sizes", "", 2) == []
     for wrong in ("21", "20x", "20x30x40", "big", "0"):
-        with pytest.raises(train_image.typer.BadParameter, match="in multiples of 2"):
-            parse_sizes(wrong, 2)
+        message = f"--size: expected a side or HEIGHTxWIDTH in multiples of 2, got '{wrong}'"
+        with pytest.raises(typer.BadParameter, match=message):
+            parse_sizes("--size", f"8x6,{wrong}", 2)
+
+
+def test_images_are_read_at_the_smallest_size_that_is_large_enough():
+    assert train_image.enclose([(28, 28), (20, 20), (40, 28)]) == (40, 40)
+    assert train_image.enclose([(8, 12)]) == (8, 12)
+    assert train_image.enclose([(8, 12), (4, 24)]) == (16, 24)
+    assert train_image.enclose([(8, 12), (10, 4)]) == (10, 15)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_images_that_are_not_square(tmp_path, stream):
+    """Images are cropped to the aspect ratio of --size, in training and in tests."""
+    for part, number in (("train", 8), ("val", 4)):
+        for c, name in enumerate("ab"):
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            for i in range(number):
+                image = Image.new("RGB", (24, 8), (0, 0, 250 * c))  # a red bar on each side, outside the square
+                for x in (*range(6, 9), *range(15, 18)):
+                    image.paste((250, 0, 0), (x, 0, x + 1, 8))
+                image.save(tmp_path / "data" / part / name / f"{i}.png")
+    options = {**SMALL, "batch": 8, "steps": 2, "size": "8x12", "shift": 0, "test_sizes": "16x24,8"}
+    config = ImageTraining(data=tmp_path / "data", out=tmp_path / "run", stream=stream, **options)
+    work = train_image.prepare(config, torch.device("cpu"))
+    x, _ = work.batch(*next(work.steps(0)))
+    assert x.shape == (8, 3, 8, 12)
+    x = x if x.is_floating_point() else resized(x, (8, 12))
+    assert x[:, 0, :, [0, 2, 9, 11]].min() > 0.9  # red
+    assert x[:, 0, :, 4:8].max() < -0.9
+    result = train_image.run(config)
+    assert list(result["accuracy"]["rescaled"]) == ["8x12", "16x24", "8x8"]
+    assert (result["tokens"], result["read_size"]) == (8 * 6, [16, 24])
+    model = load_run(config.out)
+    assert model.patch_embed.grid_size == (2, 3)
+    larger = {**options, "size": "16x24", "weights": str(config.out), "reference": "8x12", "test_sizes": ""}
+    train_image.run(ImageTraining(data=tmp_path / "data", out=tmp_path / "fine", stream=stream, **larger))
+    assert load_run(tmp_path / "fine").reference == (2, 3)
+
+
+def test_non_square_sizes_are_suggested_and_mixed(data, tmp_path, capsys):
+    short = {**SMALL, "data": data, "steps": 2, "test_sizes": ""}
+    short.pop("size")
+    mixed = ImageTraining(out=tmp_path / "first", **short, size="8x12", mix_sizes="8,12x8")
+    train_image.run(mixed)
+    work = train_image.prepare(mixed, torch.device("cpu"))
+    steps = work.steps(0)
+    shapes = {work.batch(*next(steps))[0].shape[2:] for _ in range(9)}
+    assert shapes == {(8, 12), (8, 8), (12, 8)}
+    train_image.run(ImageTraining(out=tmp_path / "second", **short, size=16, weights=str(tmp_path / "first")))
+    said = capsys.readouterr().err
+    assert "trained with 2×3 patches; this training has 4×4" in said
+    assert "pass --reference 8x12\n" in said
+    with pytest.raises(typer.BadParameter, match="--max-ratio 2: expected square --size and --mix-sizes, got 8x12;"):
+        ImageTraining(out=tmp_path, **short, size="8x12", max_ratio=2)
 
 
 # --- the script ------------------------------------------------------------------------------------------------------
@@ -253,6 +307,31 @@ def test_training_learns_the_classes(data, tmp_path, capsys):
     assert train_image.run(config)["train_steps_timed"] == 0
 
 
+@pytest.mark.parametrize("kind", ["memory", "stream", "table"])
+def test_finished_run_is_tested_at_other_sizes(kind, table, tmp_path, capsys):
+    """Test sizes affect neither the training images nor the weights, even if test images are read at a larger size."""
+    data = {"data": write_flat(tmp_path / "data"), "stream": kind == "stream"}
+    if kind == "table":
+        data = {"data": table, "label": "kind"}
+    config = ImageTraining(out=tmp_path / "run", **data, **{**SMALL, "batch": 4, "steps": 2})
+    first = train_image.run(config)
+    weights = torch.load(config.out / "checkpoint.pt")["model"]
+    capsys.readouterr()
+    result = train_image.run(ImageTraining(**{**vars(config), "test_sizes": "16,24x16"}))
+    said = capsys.readouterr()
+    assert "already finished at step 2; evaluating it again, without training" in said.err
+    assert list(result["accuracy"]["extrapolated"]) == ["8x8", "16x16", "24x16"]
+    assert "24x16" in said.out
+    assert "rescaled positions are mapped onto the training grid.\n" in said.out
+    assert result["read_size"] == [24, 24]
+    assert {**result, "accuracy": 0, "read_size": 0} == {**first, "accuracy": 0, "read_size": 0}
+    assert json.loads((config.out / "result.json").read_text()) == result
+    elsewhere = ImageTraining(**{**vars(config), "out": tmp_path / "other", "test_sizes": "32"})
+    train_image.run(elsewhere)
+    other = torch.load(elsewhere.out / "checkpoint.pt")["model"]
+    assert all(torch.equal(value, other[name]) for name, value in weights.items())
+
+
 def test_validation_during_training(data, tmp_path):
     few = {**SMALL, "steps": 8, "log_every": 3, "save_every": 4}
     plain = train_image.run(ImageTraining(data=data, out=tmp_path / "plain", **few))
@@ -269,7 +348,7 @@ def test_validation_during_training(data, tmp_path):
 
 
 def test_slow_phases_are_announced(data, tmp_path):
-    run = ["image", "--data", data, *flags(SMALL), "--steps", 1]
+    run = ["image", "--data", data, *flags({**SMALL, "steps": 1})]
     shown = output_of(*run, "--out", tmp_path / "a", code=0)
     silent = output_of(*run, "--out", tmp_path / "b", "--no-progress", code=0)
     for text in ("Reading the data", "Evaluating"):
@@ -277,18 +356,24 @@ def test_slow_phases_are_announced(data, tmp_path):
         assert text not in silent
 
 
-def test_sizes_are_evaluated_with_extrapolated_and_rescaled_positions(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reference", [0, 8])
+def test_each_size_is_evaluated_once_with_extrapolated_and_rescaled_positions(reference, tmp_path, monkeypatch):
     seen = []
 
     def recorded(model, test, size, autocast):
         seen.append((size, model.reference))
-        return 0.0
+        return (test.labels == 0) if len(seen) == 1 else torch.zeros_like(test.labels)
 
-    monkeypatch.setattr(train_image, "accuracy", recorded)
-    result = train_image.run(ImageTraining(data=data, out=tmp_path / "run", limit=16, **{**SMALL, "steps": 1}))
+    monkeypatch.setattr(train_image, "find_right", recorded)
+    few = {**SMALL, "steps": 1, "batch": 2, "reference": reference}
+    data = write_flat(tmp_path / "data", number=30)
+    result = train_image.run(ImageTraining(data=data, out=tmp_path / "run", limit=8, **few))
     sizes = [(8, 8), (12, 12), (8, 12)]
-    assert seen == [(size, reference) for reference in (None, (2, 2)) for size in sizes]
-    assert (result["train_images"], result["test_images"]) == (16, 16)
+    ways = {"rescaled": (2, 2)} if reference else {"extrapolated": None, "rescaled": (2, 2)}
+    assert seen == [(size, reference) for reference in ways.values() for size in sizes]
+    assert list(result["accuracy"]) == list(ways)
+    assert result["accuracy_by_class"] == {"cat": 100, "dog": 0}  # from the first evaluation
+    assert (result["train_images"], result["test_images"]) == (8, 8)
 
 
 def test_resumed_run_equals_uninterrupted_run(data, tmp_path, monkeypatch):
@@ -351,31 +436,37 @@ def test_phase_rotates_only_keys():
 
 
 def test_invalid_options(data, tmp_path):
-    run = ["image", "--data", str(data), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "1"]
-    assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
-    assert "multiple of 4" in output_of(*run, "--size", "10")
-    assert "multiples of 4" in output_of(*run, "--test-sizes", "10")
-    assert "expected at most 48, the number of training images" in output_of(*run, "--batch", "64")
-    assert "no such folder" in output_of(*run, "--data", str(tmp_path / "nothing"))
-    assert "--erase" in output_of(*run, "--erase", "1.5")
-    assert "--shift" in output_of(*run, "--shift", "-1")
-    wrong = output_of(*run, "--heads", "5")
+    run = ["image", "--data", str(data), "--out", str(tmp_path / "run"), *flags({**SMALL, "steps": 1})]
+
+    def refused(*options):
+        return output_of(*with_options(run, *options))
+
+    assert "unknown 'rope'" in refused("--encoding", "rope")
+    said = "expected a side or HEIGHTxWIDTH in multiples of 4, got '8x10'"
+    assert f"--size: {said}" in refused("--size", "8x10")
+    assert f"--test-sizes: {said}" in refused("--test-sizes", "8x10")
+    assert "expected at most 48, the number of training images" in refused("--batch", "64")
+    assert "no such folder" in refused("--data", str(tmp_path / "nothing"))
+    assert "--erase" in refused("--erase", "1.5")
+    assert "--shift" in refused("--shift", "-1")
+    wrong = refused("--heads", "5")
     assert "--dim: expected a multiple of 5 (--heads), got 48; pass --dim 45 or 50, or other --heads" in wrong
-    assert "--heads 16" in output_of(*run, "--heads", "16")  # rotation needs an even head_dim
+    assert "--heads 16" in refused("--heads", "16")  # rotation needs an even head_dim
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
-    assert "(--encoding: was rotate, is now cosine);" in output_of(*run, "--encoding", "cosine")
-    said = output_of(*run, "--size", "16")
+    assert "(--encoding: was rotate, is now cosine);" in refused("--encoding", "cosine")
+    said = refused("--size", "16")
     assert "(--size: was 8, is now 16); choose another folder" in said
+    assert "To test it at this size, pass --test-sizes 16 instead. To fine-tune it" in said
     assert f"pass --weights {tmp_path / 'run'} --reference 8 and another --out" in said
     other = write_idx(tmp_path / "other", train=32)
-    assert "the data has changed" in output_of(*run, "--data", str(other))
+    assert "the data has changed" in refused("--data", str(other))
 
 
 def test_the_summary_of_a_resumed_run_says_which_steps_it_timed(data, tmp_path):
-    run = ["image", "--data", data, "--out", tmp_path, *flags(SMALL), "--steps"]
-    assert "training, seconds  " in output_of(*run, 2, code=0)
-    assert "training, seconds (last 1 step)" in output_of(*run, 3, code=0)
+    run = ["image", "--data", data, "--out", tmp_path, *flags(SMALL)]
+    assert "training, seconds  " in output_of(*with_options(run, "--steps", 2), code=0)
+    assert "training, seconds (last 1 step)" in output_of(*with_options(run, "--steps", 3), code=0)
 
 
 @pytest.mark.gpu
@@ -387,7 +478,7 @@ def test_16_bits_on_a_gpu(data, tmp_path, precision, compile):
         return [row["loss"] for row in torch.load(config.out / "checkpoint.pt", map_location="cpu")["history"]]
 
     fast = {"device": "cuda", "precision": precision, "compile": compile}
-    if precision == "fp16":  # loss scaling skips steps, so that runs differ
+    if precision == "fp16":  # loss scaling skips steps, so runs differ
         fast["erase"] = 0.2
     try:
         for name in ("rotate", "cosine-softplus-phase", "cosine-mixed-learnable"):
@@ -482,7 +573,7 @@ def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_training_starts_from_a_run(data, tmp_path, capsys):
-    """Averaged weights are preferred; the run's identity depends on the weights, not their path."""
+    """Averaged weights are preferred. The identity of the run depends on the weights, and not on their path."""
     options = {**SMALL, "steps": 6}
     train_image.run(ImageTraining(data=data, out=tmp_path / "first", **options))
     start = torch.load(tmp_path / "first" / "checkpoint.pt")["average"]
@@ -510,7 +601,7 @@ def test_training_starts_from_a_run(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth", "tar"])
 def test_timms_checkpoints(tmp_path, suffix, capsys):
-    """A class token, channels, patches and classes that differ are resampled or left out, with a message."""
+    """If a class token, channels, patches or classes differ, they are resampled or left out, with a message."""
     theirs = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=48, depth=1, num_heads=2, num_classes=7
     )
@@ -585,7 +676,7 @@ def test_reference_of_weights_is_suggested_and_trained_with(data, tmp_path, caps
         ),
         ({"dataset": "torch/cifar10", "stream": True}, "--stream: does not work with --dataset"),
         ({"stream": True, "label": "kind", "without": "bad"}, "--without bad: does not work with streamed data"),
-        ({"reference": 10}, "--reference: expected a multiple of 4, got 10"),
+        ({"reference": 10}, "--reference: expected a side or HEIGHTxWIDTH in multiples of 4, got '10'"),
         ({"reference": 8, "encoding": "learned"}, "--encoding learned has no positions to map; leave out --reference"),
     ],
 )
@@ -645,7 +736,7 @@ def test_weights_of_another_size_and_encoding(tmp_path, capsys):
 
 @pytest.mark.parametrize("encoding", ["rotate-learnable", "rotate-mixed"])
 def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, encoding, capsys):
-    """Old weights contain theta and omega in their full shapes, and theta itself, with some negative values."""
+    """Old weights contain theta and omega in their full shapes. theta is stored directly, with some negative values."""
     first = build_model(encoding=encoding)
     weights = random_weights(first)
     name = next(name for name in weights if name.startswith("encoding."))
@@ -744,7 +835,7 @@ def test_class_from_a_table_field(table):
     assert 0 < len(data.test) < 18
     for part in (data.train, data.test):
         assert ((part.images[:, 0, 4, 4] > 100) == (part.labels == 1)).all()
-    assert load_classes(table, 8, label="kind", without="odd").digest == data.digest
+    assert load_classes(table, 8, label="kind", without="odd").train.digest == data.train.digest
     with pytest.raises(typer.BadParameter, match="expected file_name and colour"):
         load_classes(table, 8, label="colour")
 
@@ -766,10 +857,10 @@ def test_a_table_or_a_zip_needs_the_field_of_the_class(table, tmp_path):
             archive.write(file, file.name)
     for path in (table, tmp_path / "table.zip"):
         with pytest.raises(ImageError, match=r"--data .*table.*: expected --label .*; pass --label FIELD"):
-            train_image.load(path, 8, "", 0, "", "")
-        assert train_image.load(path, 8, "", 0, "kind", "odd").num_classes == 2
+            train_image.load(path, 8, 8, "", 0, "", "")
+        assert train_image.load(path, 8, 8, "", 0, "kind", "odd").num_classes == 2
     with pytest.raises(ImageError, match="no such folder"):
-        train_image.load(tmp_path / "missing.zip", 8, "", 0, "", "")
+        train_image.load(tmp_path / "missing.zip", 8, 8, "", 0, "", "")
 
 
 def test_training_on_a_table(table, tmp_path):

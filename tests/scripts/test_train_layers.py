@@ -1,4 +1,4 @@
-"""--attention by layer and --memory of the training commands: model, checkpoint, samples, comparison, errors."""
+"""The options --attention (by layer) and --memory of the training commands: models, checkpoints, samples and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, video
 from lrpe_md.scripts.train.weights import start_from
 from test_train_video import SMALL as CLIP_OPTIONS
 from test_train_video import brightening, needs_decoder, write_video
-from train_commands import Killed, die_after, flags, invoke, output_of
+from train_commands import Killed, die_after, flags, invoke, output_of, with_options
 from typer.testing import CliRunner
 
 from lrpe_md import Memory
@@ -55,7 +55,8 @@ def test_memories_by_text():
     everything = "rule=delta,decay=lightning,learnable=True,directions=both"
     assert parse_memory(everything) == Memory("delta", "lightning", True, "both")
     for wrong, message in {
-        "delta": r"--memory: expected KEY=VALUE,KEY=VALUE with keys from rule, decay, .*, directions, got 'delta'",
+        "delta": r"keys from rule, decay, .*, directions, got 'delta' \(did you mean 'rule=delta'\?\)$",
+        "rule=delta,retnet": r"got 'rule=delta,retnet' \(did you mean 'decay=retnet'\?\)$",
         "dekay=retnet": r"got 'dekay=retnet' \(did you mean 'decay'\?\)",
         "rule=sub": r"--memory rule=sub: rule: expected one of",
         "learnable=true": r"--memory learnable=true: learnable: expected false without a decay, got true; choose",
@@ -69,7 +70,7 @@ def test_memories_by_text():
 
 
 def test_arguments_of_several_kinds():
-    """A hybrid gets the arguments that its linear layers need, and each kind is the same as on its own."""
+    """A hybrid gets the arguments that its linear layers need. Each kind of layer is the same as on its own."""
     assert IMAGES.attention_arguments("softmax") == {"attention": "softmax"}
     alone = IMAGES.attention_arguments("linear")
     assert alone == {"attention": "linear", "normalizer": "none", "scale_attn_norm": True}
@@ -105,9 +106,9 @@ def test_a_language_model_resumes_and_samples(text, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     command = ["lm", *flags({**given, "out": tmp_path / "whole"})]
     assert "memory: was decay=retnet,learnable=true, is now decay=retnet" in output_of(
-        *command, "--memory", "decay=retnet"
+        *with_options(command, "--memory", "decay=retnet")
     )
-    assert "attention: was linear,softmax, is now linear" in output_of(*command, "--attention", "linear")
+    assert "attention: was linear,softmax, is now linear" in output_of(*with_options(command, "--attention", "linear"))
 
 
 @needs_decoder

@@ -1,4 +1,4 @@
-"""Training the language model on a few kilobytes: resuming, learned frequencies, evaluation, errors."""
+"""Training the language model on a few kilobytes: resuming, learned frequencies, evaluation and errors."""
 
 import math
 import zipfile

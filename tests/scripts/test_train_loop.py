@@ -1,4 +1,4 @@
-"""The shared training loop on a toy model: resuming, accumulation, several processes, draws of each step."""
+"""The shared training loop on a toy model: resuming, accumulation, several processes, and the draws of each step."""
 
 import multiprocessing
 import os
@@ -72,7 +72,7 @@ def same(a: Trainer, b: Trainer) -> None:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Fake clock: 0.25 s per step."""
+    """Fake clock that advances by 0.25 s per step."""
     now = [0.0]
 
     def stepped(self, *args, advance=Trainer._advance):
@@ -85,7 +85,7 @@ def clock(monkeypatch):
 
 
 def test_time_budget_is_converted_to_steps(tmp_path, clock):
-    """The first steps do not count; the schedule is that of a run with as many steps."""
+    """The first steps do not count. The schedule is the same as for a run with as many steps."""
     timed = toy_train(Training(out=tmp_path / "timed", **{**TOY, "seconds": 10.0, "log_every": 1}))
     assert timed.step == loop.STARTING + 40
     assert timed.counted_seconds() == pytest.approx(10)
@@ -134,7 +134,7 @@ def is_taken(turn: Path) -> bool:
 
 
 def test_trainings_of_equal_time_take_turns(tmp_path, clock):
-    """A run holds the lock from the second step, when all have compiled, until the end of the evaluation."""
+    """A run holds the lock from the second step, when all runs have compiled, until the end of the evaluation."""
     turn, taken = tmp_path / "turn", []
 
     def batch(*args):

@@ -1,4 +1,4 @@
-"""Options of all training commands: schedules, betas, weights, steps, checkpoints, trackers, interruption, help."""
+"""Options of all training commands: schedules, betas, weights, steps, checkpoints, trackers, interruption and help."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def test_rates_of_each_schedule():
 
 
 def test_a_warmup_is_at_most_a_tenth_of_the_run(tmp_path, capsys):
-    """After it, the cosine schedule begins near its top, without a drop."""
+    """After the warm-up, the cosine schedule begins near its maximum, without a drop."""
     make = partial(Training, out=tmp_path, warmup=20)
     assert make(steps=200).warmup_steps == 20
     assert make(steps=199).warmup_steps == 19
@@ -111,7 +111,7 @@ def test_betas(tmp_path):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_more_steps_equal_a_longer_run_if_the_rate_is_constant(tmp_path, accumulate, capsys):
-    """The history is also the same, although a row was added at the end of the shorter run."""
+    """The history is also the same, although a row was added when the shorter run ended."""
     options = {**TOY, "schedule": "constant", "accumulate": accumulate, "warmup": 5}
     whole = toy_train(Training(out=tmp_path / "whole", **{**options, "steps": 11}))
     for steps in (4, 7, 11):

@@ -111,7 +111,7 @@ def test_from_start_to_result(
 
 @pytest.mark.parametrize("kind", ["shards", "clips"])
 def test_streams_and_clips_on_two_processes_resume(kind: str, tmp_path: Path) -> None:
-    """A resumed run with two processes ends with the same weights as an uninterrupted one, with TensorBoard enabled."""
+    """With two processes and TensorBoard, a resumed run ends with the same weights as an uninterrupted run."""
     if kind == "shards":
         data = {"data": write_shards(tmp_path / "data"), "size": 8, "test_sizes": "", "workers": 1, "mixup": 0.8,
                 "augment": "rand-m9-n1", "layer_decay": 0.8}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Associative recall: the clips' answers, what a model can learn of them, the memories, and the training."""
+"""Associative recall: the answers in a clip, what a model can learn from clips, the memories, and the training."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def config(out: Path, **changes: Any) -> RecallTraining:
 
 
 def answer(clips: Clips, sample: int, t: int, h: int, w: int) -> int | None:
-    """Find the answer for one token as a person would, going back frame by frame from the token's own."""
+    """Find the answer for one token as a person would, by going back frame by frame from the token's own frame."""
     key, offset = clips.keys[sample, t, h, w], clips.offsets[sample, t, h, w]
     if clips.values[sample, t, h, w] >= 0:
         return None  # it writes
@@ -305,7 +305,7 @@ def test_the_accuracy_counts_the_last_frames(tmp_path: Path) -> None:
     settings = config(tmp_path, data="4x3x3", writes=2, questions=1, test_clips=5)
 
     class Oracle(torch.nn.Module):
-        """A model that knows the answers for the last frames, or for the others."""
+        """A model that knows the answers for the last frames, or for all other frames."""
 
         def __init__(self, late: bool) -> None:
             super().__init__()

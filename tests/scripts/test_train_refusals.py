@@ -1,6 +1,6 @@
 """User errors and disk failures.
 
-Each prints a one-line message, and nothing is left incomplete or lost.
+Each error prints a one-line message. No file is left incomplete, and nothing is lost.
 """
 
 import io
@@ -31,7 +31,7 @@ from lrpe_md.scripts.train.tasks.digits import DigitsTraining
 from PIL import Image
 from test_train_diffusion import load
 from test_train_image import write_folders, write_idx
-from train_commands import invoke, output_of
+from train_commands import invoke, output_of, with_options
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
@@ -41,7 +41,7 @@ TINY: dict[str, Any] = {
 
 def digits_command(out: Path, *more: str) -> list[str]:
     given = ["--steps", "3", "--warmup", "1", "--limit", "64", "--device", "cpu", "--no-tensorboard", "--no-progress"]
-    return ["digits", "--out", str(out), *given, *more]
+    return with_options(["digits", "--out", str(out), *given], *more)
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def test_options_that_must_not_be_zero(tmp_path):
 def test_heads_must_divide_the_width(tmp_path, task, data, options, message):
     if data == "captions":
         data = write_tiles(tmp_path / "captions")
-    given = [task, "--out", tmp_path / "out", "--data", data, "--dim", 50, "--heads", 4, "--device", "cpu", *options]
-    assert message in output_of(*given, "--batch", 2, "--no-progress")
+    given = [task, "--out", tmp_path / "out", "--data", data, "--dim", 50, "--heads", 4, "--device", "cpu"]
+    assert message in output_of(*with_options([*given, "--batch", 2, "--no-progress"], *options))
     assert not (tmp_path / "out").exists()
 
 
@@ -111,7 +111,7 @@ def test_seed_out_of_numpys_range(tmp_path):
 
 
 def test_sampling_options_must_be_numbers(tmp_path):
-    for name, value in {"--temperature": "nan", "--top-p": "0", "--scale": "inf"}.items():
+    for name, value in {"--temperature": "nan", "--top-p": "0", "--guidance-scale": "inf"}.items():
         refused = invoke("sample", str(tmp_path), name, value)
         assert refused.exit_code == 2
         assert f"Invalid value for '{name}'" in refused.output
@@ -210,7 +210,7 @@ def test_list_is_not_a_checkpoint(tmp_path):
 
 
 def test_damaged_samples(tmp_path):
-    """Cover another file, a truncated one, and flipped bytes."""
+    """Cover a different file, a truncated file, and flipped bytes."""
     path = tmp_path / "samples.npz"
     samples.keep(path, ["a"], {"one": np.zeros((1, 8, 8, 3), np.uint8)})
     whole = path.read_bytes()

@@ -39,7 +39,7 @@ def write_text(folder: Path) -> Path:
     return folder / "text.md"
 
 
-# Name → (module of the task, function that writes the data, options, class of the model).
+# Maps a name to (module of the task, function that writes the data, options, class of the model).
 RUNS: dict[str, tuple[Any, Callable[[Path], Any], dict[str, Any], type]] = {
     "digits": (digits, lambda folder: "digits", {"encoding": "rotate-learnable"}, LrpeVisionTransformer),
     "image": (image, write_idx, {**IMAGES, "depth": 2, "attention": HYBRID, "qk_norm": True}, LrpeVisionTransformer),

@@ -1,4 +1,4 @@
-"""Training a VAE, then computing latents and training a diffusion model on them."""
+"""Training a VAE, computing latents, and training a diffusion model on the latents."""
 
 import json
 from dataclasses import fields

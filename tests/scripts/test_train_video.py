@@ -21,7 +21,7 @@ from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
 from lrpe_md.scripts.train.weights import start_from
 from torch import nn
-from train_commands import flags, output_of
+from train_commands import flags, output_of, with_options
 
 DECODERS = [name for name in video_data.DECODERS if video_data.importlib.util.find_spec(video_data.DECODERS[name])]
 needs_decoder = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
@@ -103,7 +103,7 @@ def test_missing_and_unreadable_videos(tmp_path):
 
 
 def write_format(path: Path, num: int) -> Path:
-    """Write noisy grey frames, so that truncation removes data; an .mp4 has its header first."""
+    """Write noisy grey frames, so that truncation removes data. An .mp4 has its header first."""
     import av
 
     options = {"movflags": "faststart"} if path.suffix == ".mp4" else {}
@@ -141,7 +141,7 @@ def test_list_of_files_is_refused(footage, tmp_path, name):
 
 
 def test_footage_given_twice_is_refused(tmp_path):
-    """Its frames would be in both the training and the test set."""
+    """Otherwise, its frames would be in both the training and the test set."""
     (tmp_path / "a.mp4").touch()
     for again in (tmp_path / "a.mp4", tmp_path / ".." / tmp_path.name):
         with pytest.raises(VideoError, match=r"each video once, got a\.mp4 more than once"):
@@ -289,30 +289,32 @@ def test_every_encoding_can_be_built(attention, tmp_path):
 
 @needs_decoder
 def test_invalid_options(footage, tmp_path):
-    run = ["video", "--data", str(footage), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "2"]
-    assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
-    assert "multiple of 4, at least 4, got 10" in output_of(*run, "--size", "10")
-    assert "--size: expected a multiple of 4, at least 4, got 0" in output_of(*run, "--size", "0")
-    assert "--test-size: expected a multiple of 4, or 0 to test only at --size, got 6" in output_of(
-        *run, "--test-size", "6"
-    )
+    run = ["video", "--data", str(footage), "--out", str(tmp_path / "run"), *flags({**SMALL, "steps": 2})]
+
+    def refused(*options):
+        return output_of(*with_options(run, *options))
+
+    assert "unknown 'rope'" in refused("--encoding", "rope")
+    assert "multiple of 4, at least 4, got 10" in refused("--size", "10")
+    assert "--size: expected a multiple of 4, at least 4, got 0" in refused("--size", "0")
+    assert "--test-size: expected a multiple of 4, or 0 to test only at --size, got 6" in refused("--test-size", "6")
     said = "--reference: expected FRAMESxSIZE, such as 4x8, in multiples of --tubelet 1 and --patch 4, got "
     for wrong in ("8", "4x10", "0x8", "4x8x8"):
-        assert said + wrong in output_of(*run, "--reference", wrong)
-    assert "--encoding none has no positions to map" in output_of(*run, "--reference", "4x8", "--encoding", "none")
+        assert said + wrong in refused("--reference", wrong)
+    assert "--encoding none has no positions to map" in refused("--reference", "4x8", "--encoding", "none")
     said = "--reference 6x8: expected 4 frames, the --frames, because a model that streams can't rescale time, got 6; "
-    assert f"{said}pass --reference 4x8" in output_of(*run, "--reference", "6x8", "--causal")
-    assert "expected a multiple of 3" in output_of(*run, "--accumulate", "3")
-    assert "no such file" in output_of(*run, "--data", str(tmp_path / "nothing.mp4"))
-    assert "no training clip of" in output_of(*run, "--frames", "64")
-    assert "start it with torchrun" in output_of(*run, "--sharding", "fsdp")
+    assert f"{said}pass --reference 4x8" in refused("--reference", "6x8", "--causal")
+    assert "expected a multiple of 3" in refused("--accumulate", "3")
+    assert "no such file" in refused("--data", str(tmp_path / "nothing.mp4"))
+    assert "there is no room for a training clip of" in refused("--frames", "64")
+    assert "start it with torchrun" in refused("--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
-    assert "encoding: was rotate, is now cosine" in output_of(*run, "--encoding", "cosine")
-    assert "--steps: was 2, is now 1" in output_of(*run, "--steps", "1")
+    assert "encoding: was rotate, is now cosine" in refused("--encoding", "cosine")
+    assert "--steps: was 2, is now 1" in refused("--steps", "1")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    assert "has no checkpoint.pt" in output_of(*run, "--out", str(tmp_path / "other"))
+    assert "has no checkpoint.pt" in refused("--out", str(tmp_path / "other"))
     (tmp_path / "run" / "checkpoint.pt").write_bytes(b"PK torn")
     assert "can't be read" in output_of(*run)
 
@@ -395,7 +397,7 @@ def train_once(footage, out, **options):
 
 @needs_decoder
 def test_footage_is_decoded_once_across_runs(footage, tmp_path, monkeypatch):
-    """The cache key is the file's content, the size and the decoder; damaged or incomplete entries are recomputed."""
+    """The cache key is the file's content, the size and the decoder. Damaged or incomplete entries are recomputed."""
     decoded, real = [], video_data.decode
     monkeypatch.setattr(video_data, "decode", lambda *args: decoded.append(args) or real(*args))
     cache = tmp_path / "cache"
@@ -539,7 +541,7 @@ def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_p
 
 
 def test_training_starts_from_an_image_model(tmp_path):
-    """Patch kernels are divided among the frames of a tubelet; a head for other classes is left out."""
+    """Patch kernels are divided among the frames of a tubelet. A head for other classes is left out."""
     options = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, "absolute": "none"}
     image = LrpeVisionTransformer(num_classes=3, encoding="rotate", encoding_kwargs={"learnable": True}, **options)
     video = LrpeVideoTransformer(

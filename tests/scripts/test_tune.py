@@ -1,4 +1,4 @@
-"""The tuner: candidates, results for synthetic times, the printed table, and --check."""
+"""The tuner: candidates, results for synthetic times, the printed table and --check."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_candidates(place):
 
 @pytest.mark.parametrize("place", slow_except(PLACES[::9], PLACES), ids=str)
 def test_problem_uses_its_tile(place):
-    """A problem doesn't use any other tile in the row; this runs in the interpreter on few tokens."""
+    """A problem doesn't use any other tile in the row. This test runs in the interpreter on few tokens."""
     before = dict(TILES)
     cases = place.cases(small=True)
     assert cases.keys() == place.cases().keys()
@@ -93,7 +93,7 @@ def test_every_tile_of_linear_attention_has_a_place():
 
 @pytest.mark.parametrize("place", LINEAR, ids=str)
 def test_linear_problem_uses_its_tile(place, monkeypatch):
-    """Check the requested pass and state size, since the interpreter itself uses another tile."""
+    """Check the requested pass and state size, because the interpreter itself uses another tile."""
     asked = set()
 
     def choose(stage, state, itemsize, interpreting, aligned):
@@ -136,7 +136,7 @@ def test_printed_table_of_linear_attention_equals_the_table():
 
 
 def made_up(place, fast, slow=1.0, calls=None):
-    """Return a measure that is fastest for ``fast``, and slower the more a tile differs from it."""
+    """Return a function that times tiles. ``fast`` is the fastest. Others are slower the more they differ from it."""
 
     def measure(tile, problem):
         if calls is not None:
@@ -188,7 +188,7 @@ def test_failing_tile_is_never_best():
 
 
 def test_a_measurement(monkeypatch, tmp_path):
-    """Measure the passes of a problem on inputs that are created once; each time is saved at once."""
+    """Measure the passes of a problem. Inputs are created once, and each time is saved immediately."""
     ran = []
 
     def clock(fns, rep):

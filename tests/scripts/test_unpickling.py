@@ -1,4 +1,4 @@
-"""Reading files never runs code, as .github/SECURITY.md says."""
+"""Reading files never runs code, as .github/SECURITY.md promises."""
 
 import ast
 import io

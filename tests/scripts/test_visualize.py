@@ -1,4 +1,4 @@
-"""scripts.visualize: the numbers in the panels, compared with plain Python loops, and every figure."""
+"""scripts.visualize: every figure, and a comparison of the numbers in the panels with plain Python loops."""
 
 import json
 import math
@@ -137,6 +137,25 @@ def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
         lrpe_md.show([])
 
 
+@pytest.mark.parametrize("shape", [(14, 14), (28, 14), (18, 28)])
+def test_the_bar_of_a_comparison_covers_no_title(shape: tuple[int, ...]):
+    figure = lrpe_md.show(["dinov3", "rope_vit_mixed"], shape)
+    figure.draw_without_rendering()
+    [bar] = [axis for axis in figure.axes if axis.get_label() == "<colorbar>"]
+    titles = [axis.title.get_window_extent() for axis in figure.axes if axis.get_title().startswith("$")]
+    assert len(titles) == 2
+    assert all(title.x0 > bar.get_window_extent().x1 for title in titles)
+
+
+def test_figures_need_a_folder(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "wan.png"):
+        result = run("-p", "wan", "--out", str(out))
+        assert result.exit_code == 2
+        assert "--out: expected a folder, got" in result.output
+    assert not (tmp_path / "wan.png").exists()
+
+
 def test_show_takes_the_options_of_the_command():
     drawn = visualize.draw(
         visualize.build_view(data.published("eva02"), shape="4x6", text=2, token="1x4", channels=[3, 9])
@@ -147,13 +166,14 @@ def test_show_takes_the_options_of_the_command():
     assert "2 text tokens" in shown.get_suptitle()
     two = lrpe_md.show("eva02", (4, 6), maps=2)
     assert sum(a.get_title().startswith("pair ") for a in two.subfigs[0].axes) == 2
-    for options, error, message in (
+    refused: Any = (
         ({"token": (4, 0)}, ValueError, r"token: expected coordinates on the grid \(4, 6\)"),
         ({"token": "1x4"}, TypeError, r"token: expected grid coordinates, such as \(2, 3\), got '1x4'"),
         ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32"),
         ({"maps": 0}, ValueError, "maps: expected a positive integer, got 0"),
         ({"text": -1}, ValueError, "text: expected a non-negative integer, got -1"),
-    ):
+    )
+    for options, error, message in refused:
         with pytest.raises(error, match=message):
             lrpe_md.show("eva02", (4, 6), **options)
 
@@ -228,7 +248,7 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
 
 
 def test_angles_and_similarity_by_hand():
-    """EVA-02: h·16/H on the first half of the pairs, w·16/W on the second; class tokens at zero."""
+    """EVA-02 has h·16/H on the first half of the pairs and w·16/W on the second half. Class tokens are at zero."""
     view = tiny("eva02", text=2, token="1x4")
     theta = data.token_angles(view.layout, view.omega(view.default_variant))
     assert theta.shape == (2 + 24, 32)
@@ -243,12 +263,12 @@ def test_angles_and_similarity_by_hand():
     score = [sum(math.cos(a - b) for a, b in zip(row, at, strict=True)) / 32 for row in ([0.0] * 32,) * 2 + (*found,)]
     names, values = view.scores()[0]
     assert values.tolist() == pytest.approx(score, abs=1e-12)
-    # both orders, since the axes have equal series
+    # both orders, because the axes have equal series
     assert names == [("rotate", "major_first"), ("rotate", "minor_first")]
 
 
 def test_each_map_and_axis_order_by_hand():
-    """Pixtral has one series: even members belong to the first axis, odd ones to the second."""
+    """Pixtral has one series. Even members belong to the first axis, and odd members to the second."""
     view = tiny("pixtral", token="2x1")
     scores = view.scores()
     assert [names for names, _ in scores] == [[(m, o)] for m in ("rotate", "cosine") for o in
@@ -394,7 +414,7 @@ def test_cuts_go_through_the_token():
 
 
 def test_equal_maps_are_drawn_separately():
-    """cosFormer has a single frequency, so that rotation gives the same similarity."""
+    """cosFormer has a single frequency, so a rotation gives the same similarity."""
     (own, first), (other, second) = tiny("cosformer").scores()
     assert (own, other) == ([("cosine", data.NO_ORDER)], [("rotate", data.NO_ORDER)])
     assert torch.equal(first, second)
@@ -452,9 +472,9 @@ def test_one_picture_per_preset(arguments: list[str], names: list[str] | None, t
 
 
 def test_earlier_pictures_are_kept(tmp_path: Path):
-    for name in ("pope.png", "pope-2.png"):
+    for name in ("pope", "pope-2"):
         result = run("-p", "pope", "--shape", "6", "--out", str(tmp_path), "--dpi", "20", "--dark")
-        assert result.output.strip() == str(tmp_path / name)
+        assert result.output.split() == [f"{tmp_path / name}.png", f"{tmp_path / name}-dark.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "pope-2-dark.png", "pope-2.png", "pope-dark.png", "pope.png"
     ]  # fmt: skip
@@ -600,6 +620,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "wan", "--compare"], "--compare: expected several presets, got one; pass --preset for each"),
     (["-p", "wan", "--map", "cosine"], "leave it out, because figures of presets also show the similarity for the"),
+    (["-p", "rotate"], "--preset: 'rotate' is not a preset; to plot it, pass --frequencies axial"),
     (["wan"], "unexpected extra argument(s) (wan); to plot it, try: -p wan"),
     (["-p", "eva02", "--shape", "1x1"], "expected a grid on which eva02 rotates at least one channel, got 1x1"),
 ])  # fmt: skip

@@ -65,7 +65,7 @@ def test_far_tokens_of_a_plain_grid(name, phase):
 
 @pytest.mark.parametrize("learnable", [False, True])
 def test_decoding_equals_the_whole_pass(learnable):
-    """The last of 8,192 tokens, encoded at an offset, have the same values and gradients."""
+    """If the last of 8,192 tokens are encoded at an offset, their values and gradients are the same."""
     rope, x = Rotate1d(64, learnable=learnable), torch.randn(1, 2, 8192, 64, requires_grad=True)
     whole, tail = rope(x)[:, :, -16:], rope(x[:, :, -16:], offset=8176)
     torch.testing.assert_close(whole, tail, rtol=0, atol=1e-6)
@@ -77,7 +77,7 @@ def test_decoding_equals_the_whole_pass(learnable):
 
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 def test_gradients_of_far_tokens_are_exact(map):
-    """The reference computes dω and dφ in float64; a float32 sum would round each product to 7 digits."""
+    """The reference computes dω and dφ in float64. A float32 sum would round each product to 7 digits."""
     grid = Grid((2**20,), start=2**20 - 64)
     s, x = grid.coordinates(), torch.randn(1, 1, 64, 8)
     omega, phase = torch.rand(1, 8 if map == "cosine" else 4, 1), torch.rand(1, 8 if map == "cosine" else 4)

@@ -57,7 +57,7 @@ def test_factors(name):
 
 
 def test_order():
-    """Shift is applied first, then jitter and rescale (DINOv3), so that the factors scale the shift."""
+    """The shift comes first, followed by jitter and rescale (DINOv3), so that the factors scale the shift."""
     only = [draws(1, shift=0.5)[0], draws(1, shift=0.5, jitter=2.0)[0], draws(1, shift=0.5, jitter=2.0, rescale=3.0)[0]]
     torch.testing.assert_close(only[1][:, 1], only[0][:, 1] * only[1][:, 0])
     torch.testing.assert_close(only[2][:, 1], only[0][:, 1] * only[2][:, 0])
@@ -89,7 +89,7 @@ def test_perturb():
 
 
 def test_perturb_before_the_rest():
-    """Repeat the draws by hand: the perturbation of a token is scaled with the grid."""
+    """Repeat the draws by hand. The perturbation of a token is scaled together with the grid."""
     generator = torch.Generator().manual_seed(7)
     factor = ((2 * torch.rand(1, dtype=torch.float64, generator=generator) - 1) * math.log(4)).exp()
     noise = (torch.randn(9, 1, dtype=torch.float64, generator=generator) / 2).clamp(-0.5, 0.5)

@@ -1,4 +1,4 @@
-"""User errors: each raises one clear message before anything is launched."""
+"""User errors. Each one raises a clear message before anything is launched."""
 
 import pytest
 import torch
@@ -339,6 +339,9 @@ BAD = {
         TypeError, r"preset: expected a name, a Scheme or the result of lrpe_md.preset\(name, head_dim\), got Axial",
         lambda: lrpe_md.PresetMd(lrpe_md.preset("wan").scheme.frequencies),
     ),
+    "a module instead of a preset": (
+        ValueError, r"got 'rotate'; for 'rotate', use RotateMd or CosineMd$", lambda: lrpe_md.preset("rotate", 64),
+    ),
     "axis order of a module": (ValueError, r"axis_order", lambda: CosineMd(8, 2, axis_order="xy", learnable=True)),
     "rotary width beyond a module's head_dim": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=100)),
     "base of a module": (ValueError, r"base: .*number, got '100'", lambda: RotateMd(32, 2, base="100")),
@@ -387,7 +390,7 @@ def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
 
 
 def test_auto_warns_once_without_triton(monkeypatch):
-    """The reference runs on a GPU without triton, after one warning."""
+    """On a GPU without triton, the reference runs after one warning."""
     monkeypatch.setattr(operator, "HAS_TRITON", False)
 
     class OnGpu:

@@ -1,4 +1,4 @@
-"""Exact rounding, bounds, reordered axes, and grids before and after other tokens."""
+"""Exact rounding, bounds, reordered axes, and grids that come before and after other tokens."""
 
 from fractions import Fraction
 
@@ -149,7 +149,7 @@ def test_before(form):
 
 
 def test_order_of_positions_differs_from_the_sequence():
-    """Text comes after its image in the sequence, but before it in position."""
+    """Text comes after its image in the sequence, but its positions come before those of the image."""
     found = compose(After(Grid((1, 2, 2)), (0,)), Tokens(3, "axis", start=1), order=(1, 0))
     assert found.coords[:, 0].tolist() == [4, 4, 4, 4, 1, 2, 3]
     with pytest.raises(ValueError, match=r"order: expected each number from 0 to 1 once, got \(0, 0\)"):

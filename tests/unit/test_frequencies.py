@@ -32,7 +32,7 @@ from lrpe_md.frequencies.series import head_bands_theta, log_linspace_theta, per
 
 
 def axes_and_members(omega, series):
-    """Return for each channel of head 0 its axis and member of the series, or None without rotation."""
+    """For each channel of head 0, return the axis and the member of the series, or None if it is not rotated."""
     found = []
     for row in omega[0]:
         axes = row.nonzero()[:, 0].tolist()
@@ -104,7 +104,7 @@ def test_errors(call, message):
 
 # --- axis maps -------------------------------------------------------------------------------------------
 
-MAPS = {  # two axes of two channels and two of three, the slowest axis first; (axis, member) by channel
+MAPS = {  # (axis, member) of each channel, for two axes with two and three channels, slowest axis first
     "block": ((2, 3), [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]),
     "alternate": ((2, 3), [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]),
     "chunk": ((2, 3), [(0, 0), (0, 1), (1, 2), (1, 3), (1, 4)]),
@@ -194,7 +194,7 @@ def test_plane_directions():
 @pytest.mark.parametrize("num_axes", [2, 3])
 @pytest.mark.parametrize("num", [50, 83, 130])
 def test_golden_directions_are_spread_evenly(num_axes, num):
-    """Σ v vᵀ is close to C/K · I, as for uniform directions, and no two neighbours are close."""
+    """As for uniform directions, Σ v vᵀ is close to C/K · I. No two neighbours are close to each other."""
     v = golden_directions(num, num_axes)
     torch.testing.assert_close(v.T @ v / num, torch.eye(num_axes).double() / num_axes, atol=0.04, rtol=0)
     cosines = (v @ v.T).abs() - torch.eye(num)
@@ -272,8 +272,8 @@ def test_scalings_keep_dtype_and_gradient():
 def test_riflex(dim, base, repeats_at, index, length):
     """Evaluate eq. 7 and 8 of the paper numerically.
 
-    The component whose period is closest to the first repetition gets a period as long as the video, of which the
-    authors use 90%. Shorter videos are unchanged.
+    The component whose period is closest to the first repetition gets a period as long as the video. The authors use
+    90% of this length. Shorter videos are unchanged.
     """
     periods = [round(2 * math.pi * base ** (2 * j / dim)) for j in range(dim // 2)]
     nearest = min(range(dim // 2), key=lambda j: abs(periods[j] - repeats_at))
@@ -311,7 +311,7 @@ def test_dype_on_ntk(factor, time):
 
 
 def dype_by_turns(dim, base, factor, time, length):
-    """Compute DY-YaRN numerically: the turns of a component in the training length determine its range."""
+    """Compute DY-YaRN numerically. A component's turns in the training length determine its range."""
     if factor <= 1:
         return [base ** (-2 * i / dim) for i in range(dim // 2)]
 
@@ -347,7 +347,7 @@ def test_dype_on_yarn(dim, base, factor, time):
 
 
 def test_dype_on_yarn_at_its_ends():
-    """Nothing changes at the end of the diffusion, and everything is interpolated if nothing rotates often enough.
+    """At the end of the diffusion, nothing changes. If no component rotates often enough, all are interpolated.
 
     At t = 0 the authors' formula is undefined.
     """
@@ -442,7 +442,7 @@ def test_scalings_equal_transformers(dim, base, factor):
 
 
 def owners(omega):
-    """Return for each channel its axis (None without rotation) and the member of the series."""
+    """For each channel, return the axis (None if it is not rotated) and the member of the series."""
     axes = [int(row.argmax()) if row.any() else None for row in omega]
     return axes, [None if axis is None else float(row[axis]) for axis, row in zip(axes, omega, strict=True)]
 

@@ -64,7 +64,7 @@ def test_tables_of_the_cosine_map():
 
 @pytest.mark.parametrize("pairs", PAIRS)
 def test_each_channel_uses_its_own_entry(pairs):
-    """y_a = a cos_a - b sin_a and y_b = b cos_b + a sin_b; tokens and channels without entries are unchanged."""
+    """y_a = a cos_a - b sin_a and y_b = b cos_b + a sin_b. Tokens and channels without entries are unchanged."""
     x, cos, sin = draw(2, 3, 15, 12), draw(2, 12, 8), draw(1, 12, 8).expand(2, -1, -1)
     blocks = ("blocks", pairs) if isinstance(pairs, tuple) else (pairs,)
     a, b = split_pairs(x[:, :, PREFIX:-1, 2:10], *blocks)
@@ -77,7 +77,7 @@ def test_each_channel_uses_its_own_entry(pairs):
 
 @pytest.mark.parametrize("map", [cosine, rotate])
 def test_gradients_of_tables(map):
-    """Tables get gradients of any order from plain torch, through views and complex numbers."""
+    """With plain torch, tables get gradients of any order, even through views and complex numbers."""
     width = 8 if map is cosine else 4
     q, k = draw(2, 4, 5, 8).requires_grad_(), draw(2, 2, 5, 8).requires_grad_()
     cos, sin = (draw(2, 2, 3, width).requires_grad_() for _ in range(2))
@@ -217,7 +217,7 @@ BAD = {
 
 
 def test_fewer_rows_than_tokens_need_a_prefix():
-    """With prefix=0, tokens after the last row have no position; the call without it is another cache entry."""
+    """With prefix=0, tokens after the last row have no position. The call without a prefix is another cache entry."""
     for _ in range(2):
         y = rotate(X, tables=(COS[:6], COS[:6]), prefix=0)
         assert torch.equal(y[:, :, 6:], X[:, :, 6:])

@@ -1,4 +1,4 @@
-"""Unusual inputs and settings: a clear error or the correct result."""
+"""Unusual inputs and settings, which give a clear error or the correct result."""
 
 import inspect
 
@@ -60,7 +60,7 @@ def _layouts(device):
 
 
 def test_another_default_device():
-    """Tensors requested on the CPU are there, with the same values as without a default device."""
+    """Tensors that were requested on the CPU are on the CPU, with the same values as without a default device."""
     expected = list(_layouts("cpu"))
     with torch.device("meta"):
         found = list(_layouts("cpu"))

@@ -1,4 +1,4 @@
-"""Invalid arguments of :func:`lrpe_md.linear_attention`: one clear error each, before anything runs."""
+"""Invalid arguments of :func:`lrpe_md.linear_attention`. Each one raises a clear error before anything runs."""
 
 import pytest
 import torch
@@ -78,8 +78,8 @@ ERRORS = {
     },
     # normaliser
     r"normalizer: expected one of \('unrotated', 'encoded', 'none'\), got 'l2'": {"normalizer": "l2"},
-    r"normalizer: 'unrotated' divides by .* never negative, one of \('relu', .*\), got act='silu'": {"act": "silu"},
-    r"normalizer: 'unrotated' divides by .*, got act='none'": {"act": "none"},
+    r"normalizer: 'unrotated' needs .* never negative, one of \('relu', .*\), .* got act='silu'": {"act": "silu"},
+    r"normalizer: 'unrotated' needs .*, got act='none'": {"act": "none"},
     r"eps: expected a finite positive number, got 0": {"eps": 0},
     r"eps: expected a finite positive number, got nan": {"eps": float("nan")},
     r"eps: expected a finite positive number, got inf": {"eps": float("inf")},

@@ -20,7 +20,7 @@ class Case:
     normalizer: str = "unrotated"
     rule: str = "delta"
     both: bool = False
-    block: int | None = SIZE  # None: causal
+    block: int | None = SIZE  # None means causal
     decay: str = "block"  # | "head" | "one head" | "none"
     prefix: int = 0
     suffix: int = 0
@@ -44,7 +44,7 @@ class Case:
 
 
 def make(case, seed=0):
-    """Return the tensors of a call: 4 query heads, 2 key heads, head_dim 6, and v of width 5."""
+    """Return the tensors of a call with 4 query heads, 2 key heads, head_dim 6, and a v of width 5."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*size):
@@ -84,7 +84,7 @@ def encode(case, x, omega):
 
 
 def walk(states, decays, blocks, tokens, rule):
-    """Return the states before each block, and after the last: token by token."""
+    """Return the states before each block and after the last one, computed token by token."""
     S, sums = states
     series = [(S, sums)]
     for g, (begin, end) in zip(decays, blocks, strict=True):
@@ -147,7 +147,7 @@ def attend_head(case, t, b, h):
 
 
 def expected(case, t):
-    """Return o and, except with both directions, S and the sums after the last token."""
+    """Return o and, unless there are two directions, S and the sums after the last token."""
     batch = len(t["q"])
     found = [[attend_head(case, t, b, h) for h in range(4)] for b in range(batch)]
     out = {"o": torch.stack([torch.stack([o for o, _ in row]) for row in found])}
@@ -263,7 +263,7 @@ def attend_in_pieces(case, t, cuts):
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
 @pytest.mark.parametrize(("rule", "block"), [("add", SIZE), ("add", None), ("delta", SIZE)])
 def test_pieces_equal_the_whole(rule, block, normalizer, cuts):
-    """Pass the state through pieces: the prefix alone, nothing, several frames with or without prefix and suffix.
+    """Pass the state through pieces: only the prefix, no tokens, or several frames with or without prefix and suffix.
 
     Gradients pass through the states as well.
     """
@@ -387,7 +387,7 @@ def test_other_derivatives(case):
 
 @pytest.mark.parametrize("both", [False, True])
 def test_sana_wm(both):
-    """Compare with SanaWM's core in float32: rotated numerator, plain denominator, scaled keys."""
+    """Compare with SanaWM's core in float32, with a rotated numerator, a plain denominator and scaled keys."""
     sana = pytest.importorskip("diffusers.models.transformers.transformer_sana_wm")
     batch, heads, width, frames, size = 2, 3, 12, 5, 8
     generator = torch.Generator().manual_seed(0)
@@ -451,7 +451,7 @@ def test_decay_keeps_its_precision(learnable):
 
 @pytest.mark.parametrize("encoding", ["own", "other", None])
 def test_module(encoding):
-    """The module passes on its options, also for an encoding without a description."""
+    """The module passes on its options, even for an encoding without a description."""
     rotate = RotateMd(head_dim=6, num_axes=3, act="softplus")
     call = {"own": rotate, None: None}.get(encoding, lambda q, k, positions: rotate(q, k, positions=positions))
     if encoding == "other":

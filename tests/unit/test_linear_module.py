@@ -1,4 +1,4 @@
-"""LinearAttention: an encoding's map, frequencies and activation, and third-party encodings."""
+"""LinearAttention with an encoding's map, frequencies and activation, and with third-party encodings."""
 
 import copy
 
@@ -133,7 +133,7 @@ def test_without_an_encoding():
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"block": 4}, {}])
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
 def test_foreign_encodings(normalizer, options):
-    """Any callable works with a gate, masks and a state; a gate of 0 removes NaN."""
+    """Any callable works with a gate, masks and a state. A gate of 0 removes NaN."""
     encoding, positions = made("cosine")
 
     def function(q, k, *, positions):
@@ -191,7 +191,7 @@ def test_unsuitable_normalizers_are_refused():
         Foreign(CosineMd(8, 2)),
         lambda q, k, positions: (q, k),
     ):
-        with pytest.raises(ValueError, match="normalizer: 'unrotated' divides by"):
+        with pytest.raises(ValueError, match="normalizer: 'unrotated' needs"):
             LinearAttention(encoding)
         LinearAttention(encoding, normalizer="none")
     with pytest.raises(ValueError, match="normalizer: expected one of"):

@@ -1,4 +1,4 @@
-"""The reference of linear attention against the quadratic form: weights q̂ k̂ᵀ, masked, then normalised.
+"""Compare the reference of linear attention with the quadratic form, whose weights q̂ k̂ᵀ are masked, then normalised.
 
 The quadratic form follows the formula, in float64 with an N × N matrix, and shares no code with the package.
 """
@@ -257,7 +257,7 @@ def test_other_calls(changes):
     ],
 )
 def test_largest_outputs(map, act, tokens, least, most):
-    """Check what docs/linear-attention.md says about denominators at head_dim 8, in multiples of the largest value."""
+    """Check the table in docs/linear-attention.md: largest outputs at head_dim 8, relative to the largest value."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 20000 // tokens, 1, tokens, 8, dtype=torch.float64).unbind()
     omega = geometric_theta(8 if map == "cosine" else 4).view(1, -1, 1)
@@ -286,7 +286,7 @@ def rows(t, start, stop):
 @pytest.mark.parametrize("normalizer", ["unrotated", "none"])
 @pytest.mark.parametrize("mask", ["causal", "block"])
 def test_pieces_equal_the_whole(mask, normalizer):
-    """Compare values and gradients of causal sequences in any pieces and of block-causal ones in whole blocks."""
+    """Compare values and gradients, for causal sequences in any pieces and block-causal sequences in whole blocks."""
     torch.manual_seed(0)
     grid = Grid((5, 3), prefix=2, suffix=1)
     q, k, v = (torch.randn(2, h, 18, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
@@ -317,7 +317,7 @@ def test_pieces_equal_the_whole(mask, normalizer):
 
 
 def test_a_call_without_keys_and_one_without_queries():
-    """If the queries read the keys' state in a second call, the result is complete."""
+    """If the queries read the keys' state in a second call, the result is the same."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 4) for n in (5, 7, 7))
     omega, where = torch.rand(1, 4, 1), (torch.arange(5.0)[:, None], torch.arange(7.0)[:, None])
@@ -422,7 +422,7 @@ def test_autocast_and_precision_settings_have_no_effect(dtype, mask):
 
 
 def test_products_are_formed_in_ieee(monkeypatch):
-    """Check the setting at the product itself, since many CPUs have no other precision."""
+    """Check the setting at the product itself, because many CPUs have no other precision."""
     seen = []
     rounded = reference_products._rounded
 
@@ -444,7 +444,7 @@ def test_products_are_formed_in_ieee(monkeypatch):
 
 
 def test_rounded_operands():
-    """Both operands of each product are rounded, in the forward and in derivatives; sums stay float32."""
+    """Both operands of each product are rounded, in the forward and in derivatives. Sums stay float32."""
     a, b, g = (torch.randn(2, 5, 5) for _ in range(3))
 
     def low(t):

@@ -1,4 +1,4 @@
-"""Modules with frequencies: behaviour under casting, copying, saving and materialising."""
+"""Modules with frequencies: casting, copying, saving and materialising."""
 
 import copy
 import pickle
@@ -151,7 +151,7 @@ LEARNING = [kind for kind in KINDS if kind.get("learnable") or kind.get("phase")
 
 
 def flips(module, steps=100):
-    """Return the shares of the frequencies that changed sign, and that moved by more than a factor of 2, under Adam."""
+    """Return the shares of frequencies that change sign under Adam, and that change by more than a factor of 2."""
     torch.manual_seed(0)
     start = module.get_omega().detach().clone()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0)
@@ -311,7 +311,7 @@ def test_axis_without_channels_warns(axis_order, head_dim, idle):
 
 
 def test_learned_frequencies_of_each_axis():
-    """Axes share one series in RotateMd, and have separate frequencies in a scheme."""
+    """In RotateMd, axes share one series. In a scheme, they have separate frequencies."""
     q, k = torch.randn(2, 1, 2, 12, 16)
     scheme = Scheme("", 16, Axial((1, 1), axis_order="minor_first"), pairs="half")
     fixed, positions = RotateMd(16, 2)(q, k, positions=Grid((3, 4))), Grid((3, 4))

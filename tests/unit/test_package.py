@@ -186,7 +186,7 @@ def run(code: str) -> str:
 
 
 def test_cold_import():
-    """`import lrpe_md` doesn't load triton, timm, or plotting or learning toolkits."""
+    """`import lrpe_md` doesn't load triton, timm, or toolkits for plotting or machine learning."""
     heavy = ["triton", "timm", "diffusers", "transformers", "matplotlib", "sklearn", "pandas", "torchvision"]
     heavy.append("accelerate")
     code = "import sys, torch; before = set(sys.modules); import lrpe_md; print(*set(sys.modules) - before)"
@@ -196,7 +196,7 @@ def test_cold_import():
 
 
 def test_without_triton():
-    """Public names can be imported, the reference runs and trains, and the error of "triton" names what is missing."""
+    """Public names can be imported, and the reference runs and trains. The error for "triton" is clear."""
     code = """
 import sys
 sys.modules["triton"] = None

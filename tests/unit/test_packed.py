@@ -291,7 +291,7 @@ def test_invalid_rotary_dim(options, message):
 
 
 def original_xpos(t, width, base, longest):
-    """Compute flash-attn's scale of q at positions t, (N, width / 2); that of k is its inverse."""
+    """Compute flash-attn's scale of q (N, width / 2) at positions t. The scale of k is the inverse."""
     scale = (torch.arange(0, width, 2, dtype=torch.float64) + 0.4 * width) / (1.4 * width)
     return scale ** ((t.double() - longest // 2) / base)[..., None]
 
@@ -328,7 +328,7 @@ def test_xpos_scores_only_depend_on_relative_positions():
 
 
 def test_xpos_with_masks_offsets_and_packing():
-    """Unrotated tokens keep their norm, q and k have separate positions, and packed sequences restart."""
+    """Unrotated tokens keep their norm, q and k have separate positions, and positions restart in packed sequences."""
     q, k = projection(1, 2, 6), projection(1, 2, 6)
     where = Coordinates(torch.arange(3)[:, None], prefix=2, suffix=1)
     a, b = scale_xpos(q, k, positions=where, scale_base=4.0)

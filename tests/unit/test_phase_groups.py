@@ -1,4 +1,4 @@
-"""Phase groups of the cosine map: the concatenation of the single groups' results."""
+"""Phase groups of the cosine map return the concatenated results of the single groups."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def call(x, omega, phase, **kwargs):
 
 @pytest.mark.parametrize(("impl", "phase_heads"), [("reference", 1), ("reference", 2), ("triton", 2)])
 def test_groups_are_concatenated(impl, phase_heads):
-    """One tensor, q and k in one call, and q and k with separate positions agree."""
+    """The results agree for one tensor, for q and k in one call, and for q and k with separate positions."""
     q, k, omega, phase = tensors(4, 2, phase_heads=phase_heads)
     expected = formula(q, omega, phase), formula(k, omega, phase)
     kwargs = {"omega": omega, "act": "silu", "impl": impl}

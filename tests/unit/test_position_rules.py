@@ -1,4 +1,4 @@
-"""Position rules: on grids and tables, their composition, masks, and the kernels' results."""
+"""Position rules on grids and tables: composition, masks, and the kernels' results."""
 
 import math
 
@@ -64,7 +64,7 @@ def test_rules_on_a_single_row_and_on_none(n):
 
 
 def test_a_crop_runs_forwards():
-    """A few positions far from 0 would run backwards; from 0, a single position or a full-size crop never does."""
+    """A few positions far from 0 would run backwards. A crop from 0, of one position, or of full size never does."""
     with pytest.raises(
         ValueError, match=r"start, stop: the last of 2 positions, stop \(2 - 1\) / 2 = 8, would precede"
     ):
@@ -259,7 +259,7 @@ def test_integer_coordinates_are_scaled_exactly():
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_integers_past_2_to_24_keep_their_value(impl, dtype):
-    """float32 can't represent them; the angles are computed in float64."""
+    """float32 can't represent them, so the angles are computed in float64."""
     x, omega = torch.randn(1, 1, 2, 4), torch.tensor([[[0.7], [0.31]]])
     coords = torch.tensor([[2**24 + 1], [2**25 + 7]], dtype=dtype)
     found = rotate(x, omega=omega, positions=coords, impl=impl)
@@ -272,7 +272,7 @@ def test_integers_past_2_to_24_keep_their_value(impl, dtype):
 
 def test_casts_that_would_round():
     coords = torch.tensor([[2**24 + 1, -3]])
-    message = r"dtype: expected float64 for positions up to 16777217, because float32 represents .* only up to 16777216"
+    message = r"dtype: expected float64 for positions up to 16777217, because float32 cannot .* above 16777216"
     for cast in (
         lambda: Coordinates(coords).to(dtype=torch.float32),
         lambda: Coordinates(-coords).to(dtype=torch.float32),

@@ -1,4 +1,4 @@
-"""Presets as modules: learned parameters, casts, saving and materialising."""
+"""Presets as modules: learned parameters, casting, saving and materialising."""
 
 import copy
 import math
@@ -106,7 +106,7 @@ def test_frequencies_of_zero_stay_in_every_parametrisation():
 
 
 def test_an_original_that_learns_theta_keeps_its_parameter():
-    """TransNormer learns theta, as in its checkpoints; learnable=True selects the logarithm instead."""
+    """TransNormer learns theta, as in its checkpoints. learnable=True selects the logarithm instead."""
     assert set(PresetMd("transnormer", num_heads=2).state_dict()) == {"theta"}
     assert set(PresetMd("transnormer", num_heads=2, learnable=True).state_dict()) == {"theta"}
     assert set(PresetMd("wan", learnable=True).state_dict()) == {"log_theta"}
@@ -175,7 +175,7 @@ def test_casts_and_the_meta_device(made, learnable):
 
 
 def test_tables_follow_the_module():
-    """Text on the diagonal needs a table; a grid does not."""
+    """Text on the diagonal needs a table. A grid does not."""
     module = PresetMd(preset("qwen2_vl", 16))
     assert module.positions(3, (2, 4)).coords.device.type == "cpu"
     assert module.to("meta").positions(3, (2, 4)).coords.is_meta
@@ -264,7 +264,7 @@ def test_defaults_of_a_scheme_differ_from_those_of_a_module():
 
 
 def test_custom_preset():
-    """The data of a preset was edited by hand."""
+    """The test edits the data of a preset by hand."""
     eva = preset("eva02", 8)
     module = PresetMd(replace(eva, omega=eva.omega.flip(-1), scheme=replace(eva.scheme, pairs="half")))
     x, positions = torch.randn(1, 1, 8, 8), module.positions((2, 4))

@@ -1,4 +1,4 @@
-"""Each preset against the original code on random q and k, or against its formula if no package has the code.
+"""Compare each preset with the original code on random q and k, or with its formula if no package has the code.
 
 Bounds: 1e-6 for originals with float64 angles. For originals with float32 angles, 1e-5 plus the effect of their angle
 errors. These come from rounding the exponent, the power, the reciprocal and the product: (3 + ln base) · 2^-24 of each
@@ -162,7 +162,7 @@ def test_presets_of_whole_models(model):
 
 
 def test_attention_between_video_and_audio():
-    """LTX-2's queries are video and its keys audio, each with positions in seconds."""
+    """LTX-2's queries are video and its keys are audio. Both have positions in seconds."""
     p = preset("ltx2_cross", num_heads=HEADS)
     video, audio = p.positions((3, 2, 4)), p.positions((11,))
     (q, _), (_, k) = (tuple(inputs(positions.num_tokens, p.head_dim)) for positions in (video, audio))
@@ -216,7 +216,7 @@ def test_a_shard_is_a_slice(name, data):
         assert torch.equal(full if mask is None else mask, full if expected.rotated is None else expected.rotated)
 
 
-PAIRS = {  # published pairs (or channels) per axis, since outputs barely depend on the slowest frequencies
+PAIRS = {  # published pairs (or channels) per axis, because outputs barely depend on the slowest frequencies
     "eva02": (16, 16), "rope_vit_axial": (16, 16), "rope_vit_mixed": (32, 32), "dinov3": (16, 16),
     "perception_encoder": (16, 16), "pixtral": (16, 16), "qwen2_vl_vision": (20, 20), "qwen2_vl": (16, 24, 24),
     "qwen3_vl": (24, 20, 20), "flux1": (8, 28, 28), "flux2": (16, 16, 16, 16), "lumina2": (16, 16, 16),
@@ -332,7 +332,7 @@ def test_segments_are_positions():
 
 
 def test_a_batch_of_captions_and_sizes():
-    """Lumina 2 encodes captions of two lengths and images of three sizes, padded and packed."""
+    """Lumina 2 encodes captions of two lengths and images of three sizes, both padded and packed."""
     p = preset("lumina2", 24)
     layouts = [p.positions(n, shape) for n, shape in ((7, (3, 5)), (4, (6, 2)), (4, (2, 7)))]
     xs = [list(inputs(layout.num_tokens, 24)) for layout in layouts]
@@ -362,7 +362,7 @@ def test_resolution_is_a_position_rule():
 
 
 def test_rope_mixed_begins_as_the_original():
-    """Half of a head's pairs have a random direction, the others the orthogonal one; magnitudes are 10^(-4 i / D)."""
+    """Half of a head's pairs have a random direction. The others are orthogonal to it. Magnitudes are 10^(-4 i / D)."""
     p = preset("rope_vit_mixed", num_heads=40)
     angles = torch.atan2(p.omega[:, 0, 0], p.omega[:, 0, 1])  # (y, x)
     magnitudes = torch.tensor([10.0 ** (-4 * i / 64) for i in range(16)], dtype=torch.float64)
@@ -413,7 +413,7 @@ def test_dinov3_trains_with_its_augmentation():
     ids=["yarn", "llama3", "longrope"],
 )  # fmt: skip
 def test_text_side_scalings(scaling, parameters):
-    """Qwen2-VL is stretched, and its amplitude changes accordingly."""
+    """If Qwen2-VL is stretched, its amplitude changes accordingly."""
     p, segments = preset("qwen2_vl", scaling=scaling), (3, (1, 3, 5), 20)
     positions = p.positions(*segments)
     q, k = inputs(positions.num_tokens, 128)
@@ -425,7 +425,7 @@ def test_text_side_scalings(scaling, parameters):
 
 
 def test_scaling_per_axis():
-    """Each axis has a separate series and amplitude, so that there is one amplitude per pair."""
+    """Each axis has a separate series and amplitude, so there is one amplitude per pair."""
     yarn = partial(yarn_scaling, factor=4.0, original_length=64)
     p, plain = preset("wan", scaling=(None, yarn, partial(ntk_scaling, factor=2.0))), preset("wan")
     assert torch.equal(p.omega[..., 0], plain.omega[..., 0])
@@ -565,7 +565,7 @@ def test_options_have_an_effect_or_are_refused(name):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_each_head_dim_is_laid_out_or_refused(name):
-    """An unsupported head_dim raises an error that names it; others give every rotated channel a frequency."""
+    """An unsupported head_dim raises an error that names it. With any other, every rotated channel has a frequency."""
     refused, sizes = [], [*range(42), 128, 512]
     for head_dim in sizes:
         try:
@@ -583,7 +583,7 @@ def test_each_head_dim_is_laid_out_or_refused(name):
 
 @pytest.mark.parametrize("name", ["pope", "transnormer"])
 def test_sequence_parts_are_consecutive(name):
-    """Parts of a sequence on one axis follow each other, however it is divided."""
+    """However a sequence on one axis is divided, its parts follow each other."""
     p = for_heads(name)
     whole = torch.arange(10, dtype=torch.float64)[:, None]
     for segments in ((10,), ((10,),), (6, (4,)), ((6,), 4), ((3,), 3, (4,))):

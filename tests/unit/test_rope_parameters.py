@@ -1,4 +1,4 @@
-"""rope_frequencies against transformers' ROPE_INIT_FUNCTIONS, which compute in float32."""
+"""Compare rope_frequencies with transformers' ROPE_INIT_FUNCTIONS, which compute in float32."""
 
 import copy
 import math

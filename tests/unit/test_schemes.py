@@ -1,4 +1,4 @@
-"""Custom schemes: creating, registering, serialising and drawing them."""
+"""Create, register, serialise and draw custom schemes."""
 
 import json
 import math
@@ -124,7 +124,7 @@ def encode(made, x, positions):
 
 
 def test_a_part_of_a_head():
-    """Rotate the scheme's part of a head, at its start or not, or another part by argument; also for cosine."""
+    """Rotate the scheme's part of a head, at the start or elsewhere, or another part by argument. Also use cosine."""
     part = replace(OWN, rotary=(0.5, 1))
     made = preset(part, 16)
     assert made.rotary_dim == slice(8, 16)
@@ -144,7 +144,7 @@ def test_a_part_of_a_head():
 
 
 def test_pairs_in_blocks_at_any_head_dim():
-    """Pairs use the half layout within each axis's channels, for unequal shares and either order."""
+    """Within each axis's channels, pairs use the half layout, for unequal shares and either order."""
     for shares, order in (((1, 3), "major_first"), ((1, 3), "minor_first"), ((0, 1), "major_first")):
         blocks = replace(OWN, pairs="blocks", frequencies=Axial(shares, axis_order=order))
         for head_dim in (8, 24):
@@ -163,7 +163,7 @@ def test_pairs_in_blocks_at_any_head_dim():
 
 
 def test_channels_that_are_not_rotated():
-    """Gaps have shares; remaining channels are before or after the rotated ones, or dropped with their pairs."""
+    """Gaps have shares. Leftover channels come before or after the rotated ones, or are dropped with their pairs."""
     made = preset(replace(OWN, frequencies=Axial((1, 1), gaps=(1, 0, 2))), 20)
     assert (made.omega[0] != 0).any(-1).tolist() == [False] * 2 + [True] * 4 + [False] * 4
     torch.testing.assert_close(made.omega[0, 3, 0].item(), 1e4**-0.5)  # the series does not depend on gaps
@@ -262,7 +262,7 @@ def test_custom_functions():
 
 def test_own_functions_need_names_of_their_own():
     """Otherwise, a file would be read with the library's function, without an error."""
-    message = "functions: expected other names than those of lrpe_md.presets.FUNCTIONS, got 'centred' .* 'my_centred'"
+    message = "functions: expected names that lrpe_md.presets.FUNCTIONS does not contain, got 'centred' .* 'my_centred'"
     with pytest.raises(ValueError, match=message):
         OWN.to_dict({"centred": doubled})
     data = replace(OWN, grid=FUNCTIONS["cells"]).to_dict({"cells": FUNCTIONS["cells"]})  # the same function
@@ -359,7 +359,7 @@ def panels(figure):
 
 
 def similarity(figure):
-    """Return the first similarity map; the maps of other variants follow it."""
+    """Return the first similarity map, which is followed by the maps of other variants."""
     [first, *_] = [axis for title, axis in panels(figure).items() if title.startswith(("rotate", "cosine"))]
     return first.images[0].get_array()
 

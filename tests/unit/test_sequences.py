@@ -1,4 +1,4 @@
-"""Sequences of text and grids, and batches of them: positions, shards, and single calls."""
+"""Sequences of text and grids, and batches of such sequences: positions, shards and single calls."""
 
 import math
 
@@ -14,7 +14,7 @@ from lrpe_md.engine.encode import launch
 
 
 def rows(layout):
-    """Return positions as integers, None for rows that are not rotated."""
+    """Return positions as integers, with None for rows that are not rotated."""
     layout = layout.explicit()
     mask = [True] * layout.num_tokens if layout.rotated is None else layout.rotated.tolist()
     return [tuple(map(int, row)) if here else None for row, here in zip(layout.coords.tolist(), mask, strict=True)]
@@ -24,7 +24,7 @@ def rows(layout):
 
 
 def test_alternating_text_and_images():
-    """Qwen2-VL has text on the diagonal, images after it on all axes, and text after the longest side."""
+    """Qwen2-VL has text on the diagonal, images that follow on all axes, and text after the longest side."""
     found = compose(
         Tokens(2, "diagonal"), After(Grid((1, 2, 3))), Tokens(1, "diagonal"), After(Grid((2, 1, 1))),
         Tokens(2, "diagonal"),
@@ -36,7 +36,7 @@ def test_alternating_text_and_images():
 
 
 def test_text_on_an_axis():
-    """Lumina 2 has text on axis 0 followed by the image there; then come unrotated tokens and tokens at zero."""
+    """Lumina 2 has text on axis 0, followed by the image. Then come unrotated tokens and tokens at zero."""
     found = compose(
         Tokens(3, "axis", axis=0), After(Grid((1, 1, 2)), axes=(0,)), Tokens(1), Tokens(1, "zero"),
         Tokens(1, "axis", axis=2), After(Grid((1, 2, 1)), axes=()),
@@ -144,7 +144,7 @@ def test_plain_segments_compose_end_to_end(first, second):
 
 
 def samples():
-    """Return three resolutions and two text lengths; one sample has tokens that are not rotated."""
+    """Return samples with three resolutions and two text lengths. One sample has tokens that are not rotated."""
     return [
         compose(Tokens(3, "diagonal"), After(Grid((1, 2, 5)))),
         compose(Tokens(5, "diagonal"), After(Grid((2, 3, 2)).interpolate((None, 4, 4))), Tokens(2)),

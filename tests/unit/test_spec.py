@@ -1,4 +1,4 @@
-"""The two source documents, implemented as loops over tokens and channels, against every implementation.
+"""Compare every implementation with the two source documents, written as loops over tokens and channels.
 
 The loops use float64 torch scalars, so that autograd differentiates them, and share no code with the package.
 """
@@ -87,14 +87,14 @@ def rotate_loop(x, angle, act, dim, first, width):
 def compare(call, loop, x, theta, dtype=torch.float32):
     """Compare y, dx and dθ of call(x, theta, impl=..) with those of loop(x, theta).
 
-    Gradients of several dy are judged together, since θ has too few entries for an RMS.
+    Gradients of several dy are judged together, because θ has too few entries for an RMS.
     """
 
     def run(f, x, theta):
         x, theta = x.detach().requires_grad_(), theta.detach().requires_grad_()
         y = f(x, theta)
         dys = [randn(*y.shape, seed=10 + i).to(dtype).to(y.dtype) for i in range(8)]
-        if f is loop:  # loops are slow, so that all dy share one forward
+        if f is loop:  # loops are slow, so all dy share one forward
             return (y.detach(), *torch.autograd.grad(y, (x, theta), torch.stack(dys), is_grads_batched=True))
         found = [torch.autograd.grad(y, (x, theta), dy, retain_graph=True) for dy in dys]
         return (y.detach(), *(torch.stack(t) for t in zip(*found, strict=True)))
@@ -117,7 +117,7 @@ def compare(call, loop, x, theta, dtype=torch.float32):
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("silu", None), ("softmax", -1)])
 def test_phase(map, act, dim):
-    """Beyond the documents, φ[h, c] is added to Θ on grid tokens; ω is dense, (H, C, K), with φ in its last column."""
+    """Unlike in the documents, φ[h, c] is added to Θ on grid tokens. ω (H, C, K) is dense. Its last column is φ."""
     channels = 6 if map == "cosine" else 3
     x, packed = randn(1, 2, 9, 6), randn(2, channels, 3, seed=2)
 

@@ -1,4 +1,4 @@
-"""RoPE on text: offsets, caches, packed sequences, grouped queries, and comparisons with other code."""
+"""RoPE on text: offsets, caches, packed sequences, grouped queries and comparisons with other code."""
 
 import copy
 from itertools import pairwise
@@ -81,7 +81,7 @@ QUOTED = {
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("quoted", QUOTED, ids=lambda f: f.__name__)
 def test_quoted_implementations(quoted, impl):
-    """Compare values and the gradients of x and theta in float64; in the other layout, they differ."""
+    """Compare values and the gradients of x and theta in float64. With the other layout, they differ."""
     x, theta = randn(2, 3, 6, 8).requires_grad_(), geometric_theta(4, 10.0).requires_grad_()
     expected, found = quoted(x, theta), lrpe_rotate_1d(x, theta, pairs=QUOTED[quoted], impl=impl)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -119,7 +119,7 @@ def test_theta_gradcheck(shape, impl):
 
 
 def test_grouped_queries_in_one_call():
-    """Per-head theta belongs to key heads, and the query heads in a group share it."""
+    """A per-head theta belongs to key heads. The query heads in a group share it."""
     q, k = qk(dtype=torch.float64)
     for theta in (randn(2), randn(2, 4), randn(4)):
         by_query = theta if theta.shape == (4,) else theta.repeat_interleave(2, 0)
@@ -212,7 +212,7 @@ def test_offsets_as_tensors_are_not_read_by_the_host():
 
 
 def test_offsets_may_be_fake_tensors():
-    """Nothing depends on values, and shapes are correct."""
+    """Nothing depends on values, and the shapes are correct."""
     with FakeTensorMode(allow_non_fake_inputs=False):
         q, k = torch.empty(2, 4, 5, 8), torch.empty(2, 2, 5, 8)
         for y, z in every_form(Rotate1d(8), q, k):
@@ -222,7 +222,7 @@ def test_offsets_may_be_fake_tensors():
 
 @pytest.mark.parametrize("kind", ["0-d", "by sample"])
 def test_the_same_kernel_for_every_offset(count_launches, kind):
-    """A new offset also adds no host work, since its launch is cached."""
+    """A new offset also adds no host work, because its launch is cached."""
     q, k = qk()
     for value in (0, 1, 5, -4, 70_000, 2**40):
         offset = torch.tensor(value) if kind == "0-d" else torch.tensor([value, 3])
@@ -232,7 +232,7 @@ def test_the_same_kernel_for_every_offset(count_launches, kind):
 
 
 def test_a_new_offset_compiles_nothing():
-    """Other frequencies of the module, such as length scaling at run time, don't recompile either."""
+    """Changing the module's frequencies, for example by length scaling at run time, doesn't recompile either."""
     torch._dynamo.reset()
     counter = CompileCounter()
     module = Rotate1d(8, amplitude=1.0)
@@ -292,7 +292,7 @@ def test_int_offsets_equal_tensor_offsets(count_launches, impl):
 
 @pytest.mark.parametrize("offset", [0, 4, torch.tensor(4), torch.tensor([4, 0, 9, 2])], ids=str)
 def test_packed_sequences(offset):
-    """Each sequence, including an empty one, is encoded as if it were alone; later tokens continue the last one."""
+    """Each sequence, even an empty one, is encoded as if it were alone. Later tokens continue the last one."""
     lengths, ends = (3, 0, 1, 4), [0, 3, 3, 4, 8]
     q, k = qk(1, num_tokens=10)
     module, cu_seqlens = Rotate1d(8, base=100.0), torch.tensor(ends, dtype=torch.int32)

@@ -282,7 +282,7 @@ class Variant(NamedTuple):
     tables: str = "none"  # | "pairs" | "full"
     joined: bool = False  # cos and sin are interleaved in memory
     inverse: bool = False  # sin is negated
-    table_unit: int = 1  # if above 1, entries are adjacent, and strides are multiples of it, so that loads are aligned
+    table_unit: int = 1  # if above 1: entries are adjacent, and strides are multiples of this, for aligned loads
     # The norm.
     has_weight: bool = False
     has_bias: bool = False
@@ -312,7 +312,7 @@ class Variant(NamedTuple):
     block_c: int = 1  # channels (cosine) or pairs (rotate)
     flat: int = 0  # if nonzero: number of channel blocks per token. A tile then contains block_n channel blocks
     stages: int = 1
-    early: bool = False  # the second pass of dω may be launched once all programs of this one have started
+    early: bool = False  # the second pass of dω may be launched once all programs of this pass have started
     rows_first: bool = False  # frequencies are loaded after the rows
     # Linear attention.
     tokens_as_n: bool = False  # tokens are the columns of products, because Hopper's matrix units need at least 64 rows

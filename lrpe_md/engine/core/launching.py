@@ -16,14 +16,15 @@ from torch import Tensor
 
 from ...positions.grid import affine_on, grid_coordinates
 from .. import kernels
+from ..kernels.signature import pack_numbers
 from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from .recording import is_recording
 
 __all__ = [
-    "INTERPRETING", "LARGE_GRID", "Tiles", "count_grid", "current_device", "cut_channels", "cut_width",
-    "describe_tables", "divide_by", "find_table_strides", "has_ptx", "in_eights", "launches_early", "lay_weight",
-    "limit_registers", "make_readable", "materialise", "materialise_each", "num_groups", "read_sides",
-    "strides_in_eights", "use_affine_positions",
+    "INTERPRETING", "LARGE_GRID", "Tiles", "count_tokens", "current_device", "cut_channels", "cut_width",
+    "describe_tables", "find_magic", "find_table_strides", "has_ptx", "in_eights", "launches_early", "lay_weight",
+    "limit_registers", "make_readable", "materialise", "materialise_each", "num_groups", "pack_grid", "pack_side",
+    "read_sides", "strides_in_eights", "use_affine_positions",
 ]  # fmt: skip
 
 INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)
@@ -208,8 +209,21 @@ def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def find_table_strides(call: Call, variant: Variant) -> dict[str, int]:
-    """Return the strides of tables along samples and heads. A stride is 0 if all samples (or heads) share the table."""
+def pack_side(side: Call, variant: Variant) -> tuple[tuple[int, ...], ...]:
+    """Return packed numbers for q or k: the strides of the tables, and the numbers of the grid."""
+    return pack_numbers(*find_table_strides(side, variant)), pack_grid(side.layout)
+
+
+def count_tokens(layout: Layout) -> tuple[int, int, int]:
+    """Return the number of tokens, the grid index of token 0 (negative with a prefix), and the grid's size."""
+    return layout.num_tokens, layout.start - layout.prefix, layout.num_grid_tokens
+
+
+def find_table_strides(call: Call, variant: Variant) -> tuple[int, int, int, int, int]:
+    """Return the strides of ω, φ and amplitudes along heads, and those of positions and the mask along samples.
+
+    A stride is 0 if all heads (or samples) share the table.
+    """
     omega, phase, coords, origin, _, rotated, amplitude = call.tables
     positions = coords if coords is not None else origin
     channels = variant.num_channels
@@ -217,28 +231,22 @@ def find_table_strides(call: Call, variant: Variant) -> dict[str, int]:
     def step(t: Tensor | None, size: int) -> int:
         return size if t is not None and t.shape[0] > 1 else 0
 
-    return {
-        "positions_b": positions.stride(0) if positions is not None and positions.ndim == 3 else 0,
-        "rotated_b": rotated.stride(0) if rotated is not None and rotated.ndim == 2 else 0,
-        "omega_h": step(omega, channels * variant.num_axes),
-        "phase_h": step(phase, channels), "amplitude_h": step(amplitude, channels),
-    }  # fmt: skip
+    return (
+        step(omega, channels * variant.num_axes), step(phase, channels), step(amplitude, channels),
+        positions.stride(0) if positions is not None and positions.ndim == 3 else 0,
+        rotated.stride(0) if rotated is not None and rotated.ndim == 2 else 0,
+    )  # fmt: skip
 
 
-def count_grid(layout: Layout) -> dict[str, int]:
-    n1, n2, n3 = (*layout.sizes[::-1], 1, 1, 1)[:3]  # fastest axis first
-    sizes = {"n1": n1, "n2": n2, "n3": n3, **divide_by("1", n1), **divide_by("2", n2), **divide_by("3", n3)}
-    return {"first_index": layout.start - layout.prefix, "num_grid": layout.num_grid_tokens, **sizes}
-
-
-def divide_by(name: str, divisor: int) -> dict[str, int]:
-    """Return the numbers that a kernel needs to divide by ``divisor``. The keys of the dict end in ``name``."""
-    magic, shift = _find_magic(divisor)
-    return {f"magic{name}": magic, f"shift{name}": shift}
+def pack_grid(layout: Layout) -> tuple[int, ...]:
+    """Return the packed sizes of three axes, the fastest first, with the magic numbers and shifts to divide by them."""
+    sizes = (*layout.sizes[::-1], 1, 1, 1)[:3]
+    magics, shifts = zip(*map(find_magic, sizes), strict=True)
+    return pack_numbers(*sizes, *magics, *shifts)
 
 
 @lru_cache(maxsize=4096)
-def _find_magic(n: int) -> tuple[int, int]:
+def find_magic(n: int) -> tuple[int, int]:
     """Find 32-bit (m, s) with o // n = (2o · m >> 32) >> s for 0 <= o < 2^31 (Granlund and Montgomery, PLDI 1994)."""
     bits = max(n - 1, 0).bit_length()
     return ((1 << (31 + bits)) // max(n, 1)) + 1, bits

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Layout, Needs, Variant
+from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Needs, Variant
 from ..core.launching import (
     INTERPRETING,
-    count_grid,
+    count_tokens,
     current_device,
     find_table_strides,
     in_eights,
@@ -20,12 +20,23 @@ from ..core.launching import (
     make_readable,
     materialise,
     num_groups,
+    pack_grid,
 )  # fmt: skip
 from ..core.memory import accumulator, strides_in_memory
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
 from ..kernels.signature import pack_numbers
-from .launch import Rows, describe_variant, launch_rows, pack_table_strides, recall_launches, use_affine_if_large
+from .launch import (
+    Rows,
+    Strides,
+    describe_variant,
+    launch_rows,
+    pack_pairs,
+    pack_table_strides,
+    point_to_pairs,
+    recall_launches,
+    use_affine_if_large,
+)
 from .plan import Pass, plan_heads
 
 __all__ = ["backward", "forward"]
@@ -93,7 +104,7 @@ class _Launch(NamedTuple):
     programs: int
     outs: Sequence[tuple[Any, tuple[int, ...]]]  # (size, stride) of each output
     sums: Sums
-    strides: tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and k in x, dy and o
+    strides: Strides
     numbers: tuple[tuple[int, ...], tuple[int, ...]]
     tables: tuple[int, ...]  # packed strides of cos and sin
     variant: Variant
@@ -125,18 +136,12 @@ def _run_heads(
         outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
     partials = allocate_partials(launch.sums, device)
     if launch.programs:
-        x, dy, o = map(_pair_pointers, (xs, dys, outs), launch.strides)
+        x, dy, o = point_to_pairs(launch.strides, xs, dys, outs)
         sums = (partials.angles, partials.weights)
         table_arguments = None if cos_sin.cos is None else (cos_sin.cos, cos_sin.sin, launch.tables)
-        args = (x, dy if dys else None, o, (*tables, table_arguments), tuple(weights), sums, launch.numbers)
+        args = (x, dy, o, (*tables, table_arguments), tuple(weights), sums, launch.numbers)
         launch_kernel(heads_kernel, launch.programs, args, launch.variant, launch.options)
     return outs, partials
-
-
-def _pair_pointers(tensors: list[Tensor], strides: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
-    """Return the pointers and strides of q and k in the order that the kernel expects."""
-    first, second = (*tensors, None, None)[:2]
-    return first, strides[0], second, strides[1]
 
 
 def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs) -> _Launch:
@@ -164,35 +169,19 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
         block_r=work_plan.tiles, block_n=work_plan.heads, weight_by_head=variant.has_weight or variant.has_bias,
         early=launches_early(needs),
     )  # fmt: skip
-    unit = 8 if aligned else 1
-    packed = tuple(
-        tuple(
-            pack_numbers(b // unit, n // unit, h // unit, d) for b, h, n, d in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2]
-        )
-        for group in strides.values()
-    )
+    swapped_strides = {name: [(b, n, h, d) for b, h, n, d in group] for name, group in strides.items()}
     num_weights = variant.has_weight + variant.has_bias
     width = num_weights * variant.token_groups * max(heads_q, heads_k) * head_dim
-    steps = find_table_strides(call, variant)
-    counts = (
-        num_tokens, layout.start - layout.prefix, layout.num_grid_tokens, steps["positions_b"], steps["rotated_b"],
-        heads_q, heads_k, num_q, items, width,
-    )  # fmt: skip
-    axes = tuple(_list_grid_numbers(layout))
+    *_, positions_b, rotated_b = find_table_strides(call, variant)
+    counts = (*count_tokens(layout), positions_b, rotated_b, heads_q, heads_k, num_q, items, width)
     sums = Sums(
         (programs, 1, variant.num_axes + variant.has_phase, variant.num_channels) if variant.need_dangles else None,
         (programs, width) if needs.norm else None, (num_q, 0), True,
     )  # fmt: skip
     options = {"num_warps": work_plan.num_warps}
     entries = pack_table_strides(call, variant)
-    return _Launch(
-        programs, outs, sums, packed, (pack_numbers(*counts), pack_numbers(*axes)), entries, variant, options
-    )
-
-
-def _list_grid_numbers(layout: Layout) -> list[int]:
-    grid = count_grid(layout)
-    return [grid[f"{name}{i}"] for name in ("n", "magic", "shift") for i in (1, 2, 3)]
+    packed, numbers = pack_pairs(swapped_strides, variant), (pack_numbers(*counts), pack_grid(layout))
+    return _Launch(programs, outs, sums, packed, numbers, entries, variant, options)
 
 
 def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:

@@ -16,12 +16,11 @@ from ..core.call import NO_TABLES, Call, Needs, Variant, Weights
 from ..core.launching import (
     INTERPRETING,
     LARGE_GRID,
-    count_grid,
+    count_tokens,
     current_device,
     cut_channels,
     describe_tables,
-    divide_by,
-    find_table_strides,
+    find_magic,
     has_ptx,
     in_eights,
     launches_early,
@@ -29,13 +28,14 @@ from ..core.launching import (
     make_readable,
     materialise,
     num_groups,
+    pack_side,
     use_affine_positions,
 )  # fmt: skip
 from ..core.memory import accumulator, like_in_memory, strides_in_memory
 from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
-from ..kernels.signature import pack_numbers
+from ..kernels.signature import LONG_STRIDE, pack_numbers, pack_strides
 from .plan import Pass, Plan, Work, plan, share_rows
 
 __all__ = [
@@ -45,11 +45,15 @@ __all__ = [
     "describe_variant",
     "forward",
     "launch_rows",
+    "pack_pairs",
     "pack_table_strides",
+    "point_to_pairs",
     "prepare_launch",
     "recall_launches",
     "use_affine_if_large",
 ]
+
+Strides = tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and of k in x, dy and the output
 
 lrpe_kernel: Any = kernels.lrpe_kernel
 softmax_sequence_kernel: Any = kernels.softmax_sequence_kernel
@@ -118,17 +122,19 @@ class Launch:
     """A prepared launch, without its tensors."""
 
     __slots__ = (
-        "compiled_kernel", "grid", "norm_numbers", "options", "outs", "scalars", "start_numbers", "sums", "tables",
-        "variant",
+        "compiled_kernel", "counts", "grid", "norm_numbers", "numbers", "options", "outs", "start_numbers", "strides",
+        "sums", "tables", "variant",
     )  # fmt: skip
 
     def __init__(
-        self, programs: int, outs: list, sums: Sums, scalars: tuple[int, ...], variant: Variant, options: dict
-    ) -> None:
+        self, programs: int, outs: list, sums: Sums, strides: Strides, variant: Variant, options: dict
+    ) -> None:  # fmt: skip
         self.grid = (programs, 1, 1)
         self.outs = outs  # (size, stride) of each output
         self.sums = sums
-        self.scalars = scalars
+        self.strides = strides
+        self.counts: tuple[int, ...] = ()  # N, first_index and num_grid
+        self.numbers: tuple[Any, ...] = ()  # ``numbers`` of the kernel
         self.norm_numbers: tuple[int, ...] = pack_numbers(0, 0)  # numbers of the norm
         self.start_numbers: tuple[int, ...] = ()  # numbers that locate the start of each output
         self.tables: tuple[int, ...] = ()  # strides of tables
@@ -203,22 +209,19 @@ def launch_rows(
             )
         extras = norm if start is None else (norm, (start, launch.start_numbers))
         table_arguments = None if cos is None else (cos, sin, launch.tables)
-        _launch(launch, order_tensors(rows, outs, (*tables, table_arguments), partials.angles, extras))
+        pointers = point_to_pairs(launch.strides, xs, dys, outs)
+        tensors = (*pointers, (*rows.stats, None, None)[:2], (*tables, table_arguments), partials.angles, extras)
+        _launch(launch, (*tensors, *launch.counts, launch.numbers))
     return outs, partials
 
 
-def order_tensors(
-    rows: Rows, outs: Sequence[Any], tables: tuple[Any, ...], partial: Any, extras: Any = None
-) -> tuple[Any, ...]:
-    """Return the first arguments of :func:`lrpe_kernel`. The docstring of the kernel describes ``extras``.
-
-    ``tables`` holds the call's tables, the caller's cos and sin, and the strides of cos and sin.
-    """
-    x0, x1 = (*rows.xs, None, None)[:2]
-    dy0, dy1 = (*rows.dys, None, None)[:2]
-    stat0, stat1 = (*rows.stats, None, None)[:2]
-    o0, o1 = (*outs, None)[:2]
-    return x0, dy0, o0, stat0, x1, dy1, o1, stat1, *tables, partial, extras
+def point_to_pairs(strides: Strides, *tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], ...]:
+    """Return pointers and strides of q and of k in x, dy and the output, in the form that kernels expect."""
+    pairs = []
+    for (q_strides, k_strides), group in zip(strides, tensors, strict=True):
+        q, k = (*group, None, None)[:2]
+        pairs.append((q, q_strides, k, k_strides))
+    return tuple(pairs)
 
 
 def recall_launches(call: Call, rows: Rows) -> dict:
@@ -230,18 +233,16 @@ def recall_launches(call: Call, rows: Rows) -> dict:
     return cached_call.launches
 
 
-def _launch(launch: Launch, tensors: tuple[Any, ...]) -> None:
+def _launch(launch: Launch, args: tuple[Any, ...]) -> None:
     """Launch the kernel.
 
     Later calls skip Triton's lookup of the compiled kernel, which takes longer than the launch.
     """
     compiled_kernel = launch.compiled_kernel
     if compiled_kernel is not None and not lrpe_kernel.pre_run_hooks:
-        compiled_kernel[launch.grid](*tensors, *launch.scalars, launch.variant)
+        compiled_kernel[launch.grid](*args, launch.variant)
         return
-    compiled_kernel = launch_kernel(
-        lrpe_kernel, launch.grid[0], (*tensors, *launch.scalars), launch.variant, launch.options
-    )
+    compiled_kernel = launch_kernel(lrpe_kernel, launch.grid[0], args, launch.variant, launch.options)
     if isinstance(compiled_kernel, CompiledKernel):
         launch.compiled_kernel = compiled_kernel
 
@@ -254,18 +255,14 @@ def prepare_launch(
     Set ``aligned`` if all addresses are multiples of 16 bytes. Set ``early`` if the second pass of dω may start while
     this launch is running.
     """
-    spec, layout = call.spec, call.layout
+    spec = call.spec
     xs, dys = rows.xs, rows.dys
     sources = dys or xs
     batch, heads0, num_tokens, last = sources[0].shape
     heads1 = sources[1].shape[1] if len(sources) == 2 else 0
     head_dim = spec.head_dim(last) if dys else last
     out_dim = head_dim if dys else spec.out_dim(head_dim)
-    given_outs = rows.outs or (None,) * len(sources)
-    outs = [
-        ((*x.shape[:3], out_dim), strides_in_memory(x, out_dim)) if t is None else (t.shape, t.stride())
-        for t, x in zip(given_outs, sources, strict=True)
-    ]
+    outs = _lay_out_outputs(rows, out_dim)
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
     aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
     variant = describe_variant(call, rows, dtype, (head_dim, aligned), needs, strides)
@@ -278,9 +275,8 @@ def prepare_launch(
     num_rows = num_tokens * max(1, variant.flat)
     span = (group0 + group1) * batch // samples
     has_sums = any(needs)
-    rows_per_weight = 0
-    if variant.has_weight or variant.has_bias:
-        rows_per_weight = 1 if variant.weight_by_head else math.gcd(group0, group1)
+    has_weights = variant.has_weight or variant.has_bias
+    rows_per_weight = 0 if not has_weights else 1 if variant.weight_by_head else math.gcd(group0, group1)
     work = Work(
         map=spec.map, stage=Pass.DOMEGA if has_sums else Pass.BACKWARD if dys else Pass.FORWARD,
         activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
@@ -289,10 +285,8 @@ def prepare_launch(
         interpreting=INTERPRETING, rows_per_weight=rows_per_weight, tables=variant.tables,
     )  # fmt: skip
     work_plan = plan(work)
-    variant = variant._replace(
-        block_r=work_plan.block_r, block_n=work_plan.block_n, stages=work_plan.stages, rows_first=work_plan.rows_first,
-        early=early,
-    )  # fmt: skip
+    tile = {name: getattr(work_plan, name) for name in ("block_r", "block_n", "stages", "rows_first")}
+    variant = variant._replace(**tile, early=early)
     num_blocks = triton.cdiv(num_rows, work_plan.block_n)
     token_programs = work_plan.token_programs if num_blocks else 0
     parts_per_sample, num_runs = share_rows(span, group0 + group1, work_plan.rows_per_program)
@@ -301,37 +295,51 @@ def prepare_launch(
     tokens_first = outs[0][1][2] <= outs[0][1][1]  # so that concurrent programs access adjacent memory
     if not tokens_first:
         first, second = second, first
-    numbers = {
-        **_count_strides(strides, 8 if aligned else 1), **find_table_strides(call, variant), **count_grid(layout),
-        "B": batch, "N": num_tokens, "num_blocks": num_blocks, "tokens_first": int(tokens_first),
-        "first": first, "second": second, "G": groups, "M": parts_per_sample, "P": num_runs, "span": span,
-        "per": work_plan.rows_per_program, "group0": group0, "group1": group1,
-        **divide_by("_first", first), **divide_by("_second", second), **divide_by("_g", groups),
-        **divide_by("_p", num_runs), **divide_by("_h", group0 + group1),
-    }  # fmt: skip
-    scalars = tuple(numbers[name] for name in kernels.lrpe_kernel.arg_names if name in numbers)
+    magics, shifts = zip(*map(find_magic, (first, second, groups, group0 + group1, num_runs)), strict=True)
+    programs_numbers = pack_numbers(
+        int(tokens_first), first, second, groups, parts_per_sample, span, work_plan.rows_per_program, group0, group1,
+        num_blocks, num_runs, batch,
+    )  # fmt: skip
     q_parts = group0 // work_plan.rows_per_program
-    sums = _count_sums(variant, programs, groups, token_programs * groups * q_parts * num_runs * samples)
-    if needs.norm:
-        rows_per_head = token_programs * num_runs * samples if variant.weight_by_head else 0
-        sums = sums._replace(counts=(sums.counts[0], rows_per_head))
-    launch = Launch(programs, outs, sums, scalars, variant, _compiler_options(work_plan))
+    num_walks = token_programs * num_runs * samples
+    rows_per_head = num_walks if needs.norm and variant.weight_by_head else 0
+    sums = _count_sums(variant, programs, groups, (num_walks * groups * q_parts, rows_per_head))
+    packed_strides = pack_pairs(strides, variant)
+    launch = Launch(programs, outs, sums, packed_strides, variant, _compiler_options(work_plan))
+    launch.counts = count_tokens(call.layout)
+    launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *pack_side(call, variant)
     launch.norm_numbers = pack_numbers(q_parts, num_runs * samples)
     launch.tables = pack_table_strides(call, variant)
     if rows.start is not None:
-        lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
-        launch.start_numbers = pack_numbers(*lengths, int(len(rows.start) > 1))
+        launch.start_numbers = _pack_start(rows, rows.start)
     return launch
 
 
-def _count_sums(variant: Variant, programs: int, groups: int, num_q_rows: int) -> Sums:
+def _pack_start(rows: Rows, start: Tensor) -> tuple[int, ...]:
+    """Return the packed numbers of ``start`` in :func:`lrpe_md.engine.kernels.encode.move_output`."""
+    lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
+    return pack_numbers(*lengths, int(len(start) > 1))
+
+
+def _lay_out_outputs(rows: Rows, out_dim: int) -> list[tuple[Any, tuple[int, ...]]]:
+    """Return the size and stride of each output."""
+    sources = rows.dys or rows.xs
+    given_outs = rows.outs or (None,) * len(sources)
+    return [
+        ((*x.shape[:3], out_dim), strides_in_memory(x, out_dim)) if t is None else (t.shape, t.stride())
+        for t, x in zip(given_outs, sources, strict=True)
+    ]
+
+
+def _count_sums(variant: Variant, programs: int, groups: int, counts: tuple[int, int]) -> Sums:
+    """Return the shapes of the partial sums. ``counts`` are the rows of q, and the rows per head, of weights' sums."""
     angles, weights = None, None
     if variant.need_dangles:
         angles = programs // groups, groups, variant.num_axes + variant.has_phase, variant.num_channels
     if variant.need_dweight:
         kinds = variant.has_weight + variant.has_bias
         weights = programs, kinds * variant.token_groups * variant.head_dim
-    return Sums(angles, weights, (num_q_rows, 0))
+    return Sums(angles, weights, counts)
 
 
 def describe_variant(
@@ -354,7 +362,7 @@ def describe_variant(
         wide=wide, fast=fast and not has_tables,
         # Integers can count angles if positions are indices. They would not improve the hardware's approximations.
         fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(has_ptx(dtype)),
-        aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
+        aligned=aligned, long=_are_long([each for group in strides.values() for each in group], unit),
     )  # fmt: skip
 
 
@@ -403,14 +411,12 @@ def _find_tile_width(variant: Variant) -> int:
     return triton.next_power_of_2(sum(variant.blocks))  # includes the unmapped channels
 
 
-def _count_strides(strides: dict[str, list], unit: int) -> dict[str, int]:
-    numbers = {}
-    for name, group in strides.items():
-        for k in range(2):
-            b, h, n, d = group[k] if k < len(group) else (0, 0, 0, 0)
-            prefix = f"{name}{k}"
-            numbers |= {f"{prefix}_b": b // unit, f"{prefix}_h": h // unit, f"{prefix}_n": n // unit, f"{prefix}_d": d}
-    return numbers
+def pack_pairs(strides: dict[str, list[tuple[int, ...]]], variant: Variant) -> Strides:
+    """Return the packed strides of q and k in x, dy and the output."""
+    return tuple(
+        tuple(_pack_one(stride, variant.aligned, variant.long) for stride in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2])
+        for group in strides.values()
+    )
 
 
 def _compiler_options(work_plan: Plan) -> dict[str, Any]:
@@ -437,18 +443,24 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
     block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if INTERPRETING else 128
     tensors = [t for t in (x, g, dx) if t is not None]
     aligned = _are_rows_aligned(head_dim, tensors)
-    unit = 8 if aligned else 1
-    x_strides, g_strides, dx_strides = (_pack_tensor_strides(t, unit) for t in (x, g, dx))
+    long = _are_long([t.stride() for t in tensors], 8 if aligned else 1)
+    x_strides, g_strides, dx_strides = (
+        _pack_one((0, 0, 0, 0) if t is None else t.stride(), aligned, long) for t in (x, g, dx)
+    )
     variant = Variant(
         act="softmax", dim=-2, num_channels=head_dim, head_dim=head_dim, backward=g is not None,
         wide=x.dtype == torch.float64, functions=int(has_ptx(x.dtype)), aligned=aligned,
-        long=any(s // unit >= 2**31 for t in tensors for s in t.stride()), block_n=block_n, block_c=block_d,
+        long=long, block_n=block_n, block_c=block_d,
     )  # fmt: skip
     args = (x, g, dx, stat, x_strides, g_strides, dx_strides, batch, heads, num_tokens)
     launch_kernel(softmax_sequence_kernel, batch * heads * triton.cdiv(head_dim, block_d), args, variant, {})
 
 
-def _pack_tensor_strides(t: Tensor | None, unit: int) -> tuple[int, ...]:
-    """Return the packed strides of a tensor (B, H, N, D). All except the channel stride are divided by ``unit``."""
-    b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
-    return pack_numbers(b // unit, h // unit, n // unit, d)
+def _are_long(strides: Sequence[tuple[int, ...]], unit: int) -> bool:
+    return any(step // unit >= LONG_STRIDE for stride in strides for step in stride)
+
+
+def _pack_one(stride: tuple[int, ...], aligned: bool, long: bool) -> tuple[int, ...]:
+    """Return the packed strides of a tensor. If it is aligned, all except the channel stride are divided by 8."""
+    unit, (*steps, last) = 8 if aligned else 1, stride
+    return pack_strides(long, *(step // unit for step in steps), last)

@@ -179,7 +179,7 @@ def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) 
         name = target.name(i)
         _check_out(name, out, x, (*x.shape[:3], width), target.start is not None)
         if direct and _overlaps_itself(out.shape, out.stride()):
-            raise ValueError(f"{name}: expected every element to have its own memory, got strides {out.stride()}")
+            raise ValueError(f"{name}: expected elements that do not overlap in memory, got strides {out.stride()}")
 
 
 def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], has_start: bool) -> None:

@@ -217,7 +217,7 @@ def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: i
             best, shortest = (token_programs, blocks * block_r), walk
         if blocks == 1:
             break
-        target_parts = -(-row_blocks // (blocks - 1))  # the smallest number of parts with one block fewer each
+        target_parts = -(-row_blocks // (blocks - 1))  # the smallest number of parts if each has one block fewer
     return best
 
 

@@ -67,7 +67,7 @@ def validate(
     if isinstance(phase, Tensor) and not phase.is_nested and phase.ndim == 3 and spec.map == "cosine":
         if not len(phase):
             raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
-        phase_name, phase = "phase[0]", phase[0]  # groups differ only in values
+        phase_name, phase = "phase[0]", phase[0]  # groups only differ in their values
     place = locate(positions, x)
     if spec.dim == -2 and isinstance(positions, Grid) and not positions.whole:
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
@@ -212,9 +212,10 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
     check_dense(name, t, form)
     if t.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {t.dtype}; if "
-            "FSDP2's mixed precision cast it, first call fully_shard without param_dtype on the module that owns it; "
-            "with FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and ignored_modules if it is learned"
+            f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {t.dtype}. If "
+            "FSDP2's mixed precision cast it, first call fully_shard without param_dtype on the module that owns it. "
+            "With FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and add the module to ignored_modules if it "
+            "learns its frequencies"
         )
     if t.device != xs[0].device:
         raise ValueError(f"{name}: expected a tensor on x's device {xs[0].device}, got {t.device}")

@@ -112,7 +112,7 @@ def to_turns(w, UNIT: tl.constexpr):
 def to_fixed(hi, lo):
     """Convert hi + lo turns, modulo 1, to an int32 in units of 2^-32 plus a uint32 in units of 2^-64."""
     size = tl.abs(hi)
-    fraction = size - tl.floor(size)  # exact, unlike subtracting the nearest integer if that integer is larger
+    fraction = size - tl.floor(size)  # exact, while subtracting a larger integer would not be
     m = tl.where(hi < 0.0, -fraction, fraction) * TWO_31  # |m| < 2^31 has 24 bits, some of them after the binary point
     n = m.to(tl.int32)
     m = tl.fma(lo, tl.full(lo.shape, TWO_32, tl.float32), (m - n.to(tl.float32)) * 2.0)

@@ -35,7 +35,7 @@ from .norm import (
     zero_weight_gradients,
 )
 from .reduce import launch_second_pass
-from .signature import kernel, unpack_numbers
+from .signature import kernel, unpack_int32, unpack_numbers
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
 from .tables import load_cos_sin, point_to_tables, split_pair_entries, zero_cos_sin
 from .tiles import (
@@ -303,7 +303,8 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     for i in tl.static_range(ROWS):
         b, h, is_k, is_valid = locate_row(r0 + i, r_hi, sample, g, heads, V)
         num = tl.where(is_valid, num_n, 0)
-        o_row = point_to_row(o, is_k, b, h, n0, V)
+        p_o, o_stride, _ = point_to_row(o, is_k, b, h, n0, V)
+        o_row = (p_o, o_stride, tl.full([], 1, tl.int64))  # the channels of an output are adjacent
         token_range = (0, 0)
         if V.has_start:
             _, start = extras
@@ -454,19 +455,8 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
 
 @kernel
 def lrpe_kernel(
-    p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
-    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, tables, p_partial, extras,
-    # Arguments are in the order of use. A program starts sooner if it reads fewer lines of the constant cache.
-    x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
-    N: "i32", first_index: "i32", num_grid: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
-    tokens_first: "i32", first: "i32", second: "i32", G: "i32", M: "i32", span: "i32", per: "i32",
-    group0: "i32", group1: "i32", magic_first: "u32", magic_second: "u32", magic_g: "u32", magic_h: "u32",
-    shift_first: "i32", shift_second: "i32", shift_g: "i32", shift_h: "i32",
-    dy0_b: "i64", dy0_h: "i64", dy0_n: "i64", dy0_d: "i64", x1_b: "i64", x1_h: "i64", x1_n: "i64", x1_d: "i64",
-    dy1_b: "i64", dy1_h: "i64", dy1_n: "i64", dy1_d: "i64", o1_b: "i64", o1_h: "i64", o1_n: "i64",
-    n2: "i32", n3: "i32", magic2: "u32", magic3: "u32", shift2: "i32", shift3: "i32", num_blocks: "i32",
-    phase_h: "i32", amplitude_h: "i32", positions_b: "i64", rotated_b: "i64", P: "i32", magic_p: "u32", shift_p: "i32",
-    B: "i32", V: tl.constexpr,
+    x: "tensors", dy: "tensors", o: "tensors", stat: "pointers", tables: "tables", p_partial, extras: "extras",
+    N: "i32", first_index: "i32", num_grid: "i32", numbers: "numbers", V: tl.constexpr,
 ):  # fmt: skip
     """Apply either map, forward or backward, to one tensor or to q and k.
 
@@ -477,20 +467,28 @@ def lrpe_kernel(
     A part has ``per`` rows.
 
     Args:
-        p_x0, p_dy0, p_o0, p_stat0: input (B, H, N, D), gradient (B, H, N, D or 2D), output (y or dx), and maximum and
-            sum over the sequence (2, B, H, D), of the only tensor or of q. The arguments for k end in 1.
-        p_omega, p_phase, p_amplitude: (G or 1, C, K), (G or 1, C) and (G or 1, C).
-        p_coords, p_origin, p_affine, p_rotated: coordinates (.., num_grid, K), origin (.., 1, K) of a grid, its scale
-            and shift (K, 2), and the mask of rotated tokens (.., num_grid), with one byte per token.
-        tables: the tables of :func:`point_to_tables`, or None.
+        x, dy, o: input (B, H, N, D), gradient (B, H, N, D or 2D) and output (y or dx). Each holds the pointer and the
+            packed strides (b, h, n, d) of the only tensor or of q, and those of k.
+        stat: maximum and sum over the sequence (2, B, H, D) of the only tensor or of q, and of k.
+        tables: ω (G or 1, C, K), φ (G or 1, C), coordinates (.., num_grid, K), origin (.., 1, K) of a grid, its scale
+            and shift (K, 2), the mask of rotated tokens (.., num_grid) with one byte per token, amplitude (G or 1, C),
+            and the tables of :func:`point_to_tables`. Any of them may be None.
         p_partial: float64 sums of s_j dΘ for dω and dφ (parts, T, G, J, C).
         extras: with a norm, pointers to the weight and bias of q and of k, a pointer to the partial sums of their
             gradients, and two packed numbers: q's parts per sample, and runs of parts. All rows of a part share their
             weights. Without a norm, None. With V.has_start, a pair of these extras and ``start`` of
             :func:`move_output`.
         first_index: grid index of token 0, which is negative if there are prefix tokens.
+        numbers: packed numbers of the programs, magic numbers and shifts for their divisions, and the table strides and
+            grid from ``pack_side`` in core/launching.py.
         V: compile-time settings, a :class:`lrpe_md.engine.core.call.Variant`.
     """
+    programs, magics, shifts, steps, axes = numbers
+    tokens_first, first, second, G, M, span, per, group0, group1, num_blocks, P, B = unpack_int32(programs)
+    magic_first, magic_second, magic_g, magic_h, magic_p = unpack_int32(magics)
+    shift_first, shift_second, shift_g, shift_h, shift_p = unpack_int32(shifts)
+    omega_h, phase_h, amplitude_h, positions_b, rotated_b = unpack_numbers(steps)
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, cos_sin = tables
     pid = tl.program_id(0)
     rest = divide(pid, magic_first, shift_first)
     d0 = pid - rest * first
@@ -520,11 +518,8 @@ def lrpe_kernel(
     r_hi = tl.minimum(r_lo + per, span)
 
     heads = (group0 + group1, magic_h, shift_h, group0, group1)
-    one = tl.full([], 1, tl.int64)
-    x = (p_x0, (x0_b, x0_h, x0_n, x0_d), p_x1, (x1_b, x1_h, x1_n, x1_d))
-    dy = (p_dy0, (dy0_b, dy0_h, dy0_n, dy0_d), p_dy1, (dy1_b, dy1_h, dy1_n, dy1_d))
-    o = (p_o0, (o0_b, o0_h, o0_n, one), p_o1, (o1_b, o1_h, o1_n, one))
-    tensors = (x, dy, o, (p_stat0, p_stat1, B), extras)
+    p_stat, p_stat_k = stat
+    tensors = (x, dy, o, (p_stat, p_stat_k, B), extras)
     rows = (r_hi, sample, g, G, heads)
     if V.num_axes > 0:
         p_omega += g * omega_h
@@ -532,7 +527,7 @@ def lrpe_kernel(
         p_phase += g * phase_h
     if p_amplitude is not None:
         p_amplitude += g * amplitude_h
-    positions = (p_coords, p_origin, p_affine, (n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3))
+    positions = (p_coords, p_origin, p_affine, unpack_int32(axes))
     o_n = tl.arange(0, V.block_n)
     n0 = t * V.block_n
     c0 = first_channel(V=V)
@@ -546,7 +541,7 @@ def lrpe_kernel(
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
     cos_sin_tables = 0
     if V.tables != "none":
-        cos_sin_tables = point_to_tables(tables, sample, g, c0, V=V)
+        cos_sin_tables = point_to_tables(cos_sin, sample, g, c0, V=V)
     tables = (p_rotated, p_amplitude, cos_sin_tables, first_index, num_grid)
     weights = ()
     if V.has_weight or V.has_bias:

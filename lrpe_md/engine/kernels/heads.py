@@ -39,19 +39,27 @@ from .reduce import launch_second_pass
 from .rows import add_row_products, add_rows, scale_row, sum_row
 from .signature import kernel, unpack_numbers
 from .tables import point_to_tables
-from .tiles import first_channel, locate_channels, point_at, point_to_row, split_pairs, store_tile, upcast, zeros
+from .tiles import (
+    first_channel,
+    locate_channels,
+    point_at,
+    point_to_row,
+    split_pairs,
+    store_tile,
+    upcast,
+    zeros,
+)
 
 
 @triton.jit
 def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
     """Return a pointer to tile i of a token, and the head and channel strides.
 
-    ``tensor`` holds the pointer and the strides (b, n, h, d) of q and of k.
+    ``tensor`` holds the pointer and the packed strides (b, n, h, d) of q and of k.
     """
-    p_q, q_strides, p_k, k_strides = tensor
     is_k, b, n = token
     first = tl.full([], i * V.block_n, tl.int32)
-    return point_to_row((p_q, unpack_numbers(q_strides), p_k, unpack_numbers(k_strides)), is_k, b, n, first, V=V)
+    return point_to_row(tensor, is_k, b, n, first, V=V)
 
 
 @triton.jit

@@ -737,7 +737,7 @@ def linear_query_gradient_kernel(
 ):  # fmt: skip
     """Compute dq, the sums for dω, and dZ for each piece and query head.
 
-    p_dstates has shape (P, B H, D_v Ê + sums). Of each row, this kernel only writes the last part, dZ.
+    p_dstates has shape (P, B H, D_v Ê + sums). This kernel only writes dZ, which is the last part of each row.
     """
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)

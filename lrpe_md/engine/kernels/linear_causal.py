@@ -331,7 +331,7 @@ def linear_causal_forward_kernel(
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
         _x, q_bar, q_hat, _q_cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
-        if V.normalizer != "none":  # before the outputs occupy registers
+        if V.normalizer != "none":  # computed before the outputs occupy registers
             k_counts = normalizer_features(k_bar, k_hat, V=V)
             q_counts = normalizer_features(q_bar, q_hat, V=V)
             scale, _is_free = invert_denominator(form_denominator(q_counts, k_counts, Z, block_decay, V=V), eps, V=V)

@@ -19,12 +19,43 @@ def pack_numbers(*numbers: int) -> tuple[int, ...]:
     return tuple(4 * n + 2 for n in numbers)
 
 
+LONG_STRIDE = 2**29  # Triton derives an argument's type from its value. From here on, packed strides need int64.
+STRIDE_OFFSET = tl.constexpr(2**40)
+
+
+def pack_strides(long: bool, *strides: int) -> tuple[int, ...]:
+    """Encode strides like :func:`pack_numbers`. If ``long`` is set, all of them are int64, so they share a variant."""
+    offset = STRIDE_OFFSET.value if long else 0
+    return tuple(packed + offset for packed in pack_numbers(*strides))
+
+
+@triton.jit
+def unpack_strides(packed, V: tl.constexpr):
+    """Decode strides from :func:`pack_strides`, as int64 with V.long."""
+    strides = ()
+    for i in tl.static_range(len(packed)):
+        if V.long:
+            strides += ((packed[i] - STRIDE_OFFSET) >> 2,)
+        else:
+            strides += (packed[i] >> 2,)
+    return strides
+
+
 @triton.jit
 def unpack_numbers(packed):
     """Decode numbers from :func:`pack_numbers`."""
     numbers = ()
     for i in tl.static_range(len(packed)):
         numbers += (packed[i] >> 2,)
+    return numbers
+
+
+@triton.jit
+def unpack_int32(packed):
+    """Decode numbers from :func:`pack_numbers` as int32. Numbers from 2^31 to 2^32 - 1 keep their bits."""
+    numbers = ()
+    for i in tl.static_range(len(packed)):
+        numbers += ((packed[i] >> 2).to(tl.int32),)
     return numbers
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .activations import exp, reciprocal
 from .rows import mask_rest, scale_row, sum_row, sum_row_products
-from .signature import kernel, unpack_numbers
+from .signature import kernel
 from .tiles import load_at, point_to_row, store_at
 
 
@@ -43,8 +43,7 @@ def softmax_sequence(x, stat, o_d, m_d, V: tl.constexpr):
 @triton.jit
 def _point_to_block(p, strides, place, V: tl.constexpr):
     b, h, n0 = place
-    steps = unpack_numbers(strides)
-    return point_to_row((p, steps, p, steps), False, b, h, n0, V)
+    return point_to_row((p, strides, p, strides), False, b, h, n0, V)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ for any head_dim that is a multiple of 8.
 import triton
 import triton.language as tl
 
+from .signature import unpack_strides
+
 
 @triton.jit
 def zeros(V: tl.constexpr, dtype: tl.constexpr):
@@ -30,15 +32,15 @@ def _step(o, stride, V: tl.constexpr):
 def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
     """Return a pointer to token n0 of head h of sample b, in q or in k, and the token and channel strides.
 
-    ``tensors`` holds the pointer and the strides (b, h, n, d) of q and of k. The values for k are ignored unless
-    V.has_k is set. V.long means that strides need 64 bits, even in units of 8.
+    ``tensors`` holds the pointer and the packed strides (b, h, n, d) of q and of k. The values for k are ignored unless
+    V.has_k is set. V.long means that packed strides need 64 bits, even in units of 8.
     """
     UNIT: tl.constexpr = 8 if V.aligned else 1
     p_q, q_strides, p_k, k_strides = tensors
     p = p_q
-    stride_b, stride_h, stride_n, stride_d = q_strides
+    stride_b, stride_h, stride_n, stride_d = unpack_strides(q_strides, V=V)
     if V.has_k:
-        k_stride_b, k_stride_h, k_stride_n, k_stride_d = k_strides
+        k_stride_b, k_stride_h, k_stride_n, k_stride_d = unpack_strides(k_strides, V=V)
         p = tl.where(is_k, p_k, p_q)
         stride_b = tl.where(is_k, k_stride_b, stride_b)
         stride_h = tl.where(is_k, k_stride_h, stride_h)

@@ -18,16 +18,16 @@ from ..core import recording
 from ..core.call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from ..core.launching import (
     INTERPRETING,
-    count_grid,
+    count_tokens,
     current_device,
     cut_channels,
     cut_width,
     describe_tables,
-    find_table_strides,
     has_ptx,
     lay_weight,
     limit_registers,
     materialise_each,
+    pack_side,
     read_sides,
     strides_in_eights,
 )  # fmt: skip
@@ -359,9 +359,7 @@ class LaunchInputs:
         ptx = has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
-        rows = NORMALIZED
-        if self.call.attention.normalizer == "none":
-            rows = {} if self.log_decay is None or spec.map == "none" else DECAYING
+        rows = self._choose_rows(spec)
         tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
@@ -403,6 +401,12 @@ class LaunchInputs:
             need_ddecay=need_ddecay,
         )  # fmt: skip
         return replace_fields(variant, changes), {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
+
+    def _choose_rows(self, spec: Spec) -> dict[LinearPass, LinearPass]:
+        """Return the rows of the tile table that replace those of causal passes."""
+        if self.call.attention.normalizer != "none":
+            return NORMALIZED
+        return {} if self.log_decay is None or spec.map == "none" else DECAYING
 
     def pieces(self, of_queries: bool) -> Pieces:
         key = "pieces", of_queries
@@ -457,7 +461,7 @@ class LaunchInputs:
         key = "numbers", side is self.q_side
         numbers = self.cache.get(key)
         if numbers is None:
-            numbers = self.cache[key] = count_side(side, variant)
+            numbers = self.cache[key] = pack_numbers(*count_tokens(side.layout)), *pack_side(side, variant)
         t = side.tables
         return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
 
@@ -542,16 +546,6 @@ def gate_with_strides(gate: Tensor | None) -> tuple:
 def gates_with_strides(inputs: LaunchInputs) -> tuple:
     """Return β and log g in the form that causal kernels expect. Either may be None."""
     return gate_with_strides(inputs.gate), gate_with_strides(inputs.log_decay)
-
-
-def count_side(side: Call, variant: Variant) -> tuple:
-    """Return packed numbers for q or k: the token counts, the strides of the tables, and the numbers of the grid."""
-    steps, grid = find_table_strides(side, variant), count_grid(side.layout)
-    return (
-        pack_numbers(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
-        pack_numbers(*(steps[name] for name in ("omega_h", "phase_h", "amplitude_h", "positions_b", "rotated_b"))),
-        pack_numbers(*(grid[f"{name}{axis}"] for name in ("n", "magic", "shift") for axis in (1, 2, 3))),
-    )
 
 
 _fitting_configs: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # replaces variants that need too much shared memory

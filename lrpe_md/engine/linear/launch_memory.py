@@ -64,7 +64,7 @@ class MemoryStates(NamedTuple):
     slot_states: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
     sums: Tensor  # the normaliser's sums
     series: Tensor  # states before each block and after the last one: (F + 1, B H_k, size)
-    backward_series: Tensor | None = None  # backward scan: the state that enters block f is at f + 1
+    backward_series: Tensor | None = None  # from the backward scan: the state that enters block f is at f + 1
     transitions: Tensor | None = None  # A of each block
 
 

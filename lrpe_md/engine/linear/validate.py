@@ -153,8 +153,8 @@ def check_decay_range(decay: Tensor | None) -> None:
     smallest, largest = decay.detach().aminmax()
     if not (smallest > 0 and largest <= 1):  # also catches NaN
         raise ValueError(
-            f"decay: expected factors in (0, 1], got values from {smallest:g} to {largest:g}; 1 keeps "
-            "everything; use a sigmoid to keep learned factors in range"
+            f"decay: expected factors in (0, 1], got values from {smallest:g} to {largest:g}; use a sigmoid to keep "
+            "learned factors in range"
         )
 
 
@@ -164,9 +164,9 @@ def check_normalizer(normalizer: Any, act: str) -> None:
         raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {normalizer!r}")
     if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
         raise ValueError(
-            f"normalizer: 'unrotated' divides by act(q) · Σ act(k), which needs an activation that is never negative, "
-            f"one of {NEVER_NEGATIVE}, got act={act!r}; pass act='relu' to the encoding, or use normalizer='none' or "
-            "'encoded'"
+            f"normalizer: 'unrotated' needs an activation that is never negative, one of {NEVER_NEGATIVE}, because it "
+            f"divides by act(q) · Σ act(k), got act={act!r}; pass act='relu' to the encoding, or use normalizer='none' "
+            "or 'encoded'"
         )
 
 

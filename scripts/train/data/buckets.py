@@ -124,6 +124,24 @@ class Sizes:
         return Buckets({size: [self.shapes(size)[i] for i in used] for size in self.values}, of)
 
 
+def parse_size(option: str, text: str, by: int) -> Shape:
+    """Parse a height and width, such as (28, 40) from "28x40", or (20, 20) from "20"."""
+    sides = text.split("x")
+    if len(sides) > 2 or not all(s.isdecimal() and int(s) and int(s) % by == 0 for s in sides):
+        raise typer.BadParameter(f"{option}: expected a side or HEIGHTxWIDTH in multiples of {by}, got {text!r}")
+    return int(sides[0]), int(sides[-1])
+
+
+def parse_sizes(option: str, text: str, by: int) -> list[Shape]:
+    """Parse heights and widths separated by commas; see :func:`parse_size`."""
+    return [parse_size(option, part.strip(), by) for part in text.split(",") if part.strip()]
+
+
+def show_size(height: int, width: int) -> str:
+    """Format a height and width as an option's value; the inverse of :func:`parse_size`."""
+    return str(height) if height == width else f"{height}x{width}"
+
+
 def parse_mixed(text: str, size: int, multiple: int) -> tuple[int, ...]:
     """Return ``size`` and the sizes of --mix-sizes, such as (size, 24, 48) for "24,48"."""
     found = [size]

@@ -128,7 +128,9 @@ def load_labelled(
         raise VideoError(f"--data {root}: {REMEDY}, got {f'one class, {names[0]}' if names else got}")
     if len(roots) == 2:
         if fold:
-            raise VideoError(f"--fold {fold}: --data {root} has its own test videos in {roots[1].name}/; leave it out")
+            raise VideoError(
+                f"--fold {fold}: --data {root} has its own test videos in {roots[1].name}/; leave out --fold"
+            )
         held_out = np.array([part == test for _, part in found])
     else:
         held_out = hold_out([p.relative_to(root).as_posix() for p, _ in found], parts, fold)

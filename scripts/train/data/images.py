@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ REMEDY = (
 )
 PARTS = 5  # hold out one image in PARTS if a folder has no test set
 STREAM_PARTS = 20  # the same for streams
+Size: TypeAlias = int | tuple[int, int]  # height and width in pixels, or one number for both
 MEMORY = 24 * 2**30  # maximum size of the decoded images in bytes
 
 
@@ -51,6 +52,11 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def digest(self) -> int:
+        """Hash of the images and labels."""
+        return zlib.crc32(self.labels.numpy().tobytes(), zlib.crc32(self.images.numpy().tobytes()))
+
     def to(self, device: torch.device) -> Images:
         return Images(self.images.to(device), self.labels.to(device))
 
@@ -63,15 +69,6 @@ class Labelled:
     test: Images
     num_classes: int
     classes: tuple[str, ...] = ()
-
-    @property
-    def digest(self) -> int:
-        """Hash of the training and test data."""
-        value = 0 if isinstance(self.train, Images) else self.train.digest
-        for part in (self.train, self.test):
-            if isinstance(part, Images):
-                value = zlib.crc32(part.labels.numpy().tobytes(), zlib.crc32(part.images.numpy().tobytes(), value))
-        return value
 
     @property
     def labels(self) -> np.ndarray:
@@ -89,12 +86,15 @@ class Labelled:
         return replace(self, train=train, test=self.test.to(device))
 
 
-def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None = None) -> Labelled:
+def load_images(
+    path: Path, size: Size, test_size: Size | None = None, *, dataset: str = "", limit: int | None = None
+) -> Labelled:
     """Load the training and test images of ``path`` into memory.
 
     Args:
         path: folder of images; see ``REMEDY``.
-        size: height and width after centre-cropping to a square and resizing. Images in idx files stay unchanged.
+        size: height and width after centre-cropping and resizing. Images in idx files stay unchanged.
+        test_size: the same for test images. None means ``size``.
         dataset: name for ``timm.data.create_dataset``, such as "torch/cifar10", with ``path`` as its root. The dataset
             must already be downloaded.
         limit: maximum number of training images and of test images. Every call makes the same random choice.
@@ -103,19 +103,20 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
         ImageError: if there are no images, an image can't be read, or images don't fit into memory.
     """
     check_folder(path)
-    classes = ()
+    classes, sizes = (), (size, test_size or size)
     if dataset:
-        train, test = (_timm(dataset, path, split, size, limit) for split in ("train", "validation"))
+        splits = zip(("train", "validation"), sizes, strict=True)
+        train, test = (_timm(dataset, path, split, side, limit) for split, side in splits)
     elif is_idx(path):
         train, test = (_idx(path, prefix, limit) for prefix in IDX.values())
+        if train.images.shape[1:] != test.images.shape[1:]:
+            shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
+            raise ImageError(f"--data {path}: expected training and test images of the same shape, got {shapes}")
     else:
-        train, test, classes = _folders(path, size, limit)
+        train, test, classes = _folders(path, sizes, limit)
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
-    if train.images.shape[1:] != test.images.shape[1:]:
-        shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
-        raise ImageError(f"--data {path}: expected training and test images of the same shape, got {shapes}")
     return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes)
 
 
@@ -211,21 +212,22 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
     return train, test
 
 
-def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images, tuple[str, ...]]:
+def _folders(path: Path, sizes: tuple[Size, Size], limit: int | None) -> tuple[Images, Images, tuple[str, ...]]:
     sources, parts = list_folder(path), []
-    for part in sources:
+    for part, size in zip(sources, sizes, strict=True):
         chosen = choose_subset(len(part), limit)
         parts.append(_decoded(lambda i, part=part, chosen=chosen: (part.files[chosen[i]], part.labels[chosen[i]]),
                               len(chosen), size))  # fmt: skip
     return parts[0], parts[1], sources[0].classes
 
 
-def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = None) -> Labelled:
+def load_stream(path: Path, size: Size, *, label: str = "", limit: int | None = None) -> Labelled:
     """Open training images as a stream, and load test images into memory.
 
     Args:
         path: class folders, shards or a Hugging Face dataset; see :func:`.streams.open_source`.
-        size, limit: see :func:`load_images`.
+        size: height and width of the test images, after centre-cropping and resizing.
+        limit: see :func:`load_images`.
         label: field that contains the class. The default is .cls in shards, or the ClassLabel column of a dataset.
     """
     source, test = open_source(path) if is_stream(path) else list_folder(path)
@@ -238,7 +240,7 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
     return Labelled(train, _decoded(lambda i: test[int(tested[i])], len(tested), size), num_classes, classes)
 
 
-def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Images:
+def _timm(name: str, root: Path, split: str, size: Size, limit: int | None) -> Images:
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
         chosen = choose_subset(len(found), limit)
@@ -249,29 +251,31 @@ def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Im
     return _decoded(lambda i: found[int(chosen[i])], len(chosen), size)
 
 
-def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, size: int) -> Images:
-    """Return the labels and RGB squares of sample(0) to sample(num - 1). ``sample`` returns (image or path, label)."""
-    if (needed := num * 3 * size**2) > MEMORY:
+def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, size: Size) -> Images:
+    """Return the labels and RGB images of sample(0) to sample(num - 1). ``sample`` returns (image or path, label)."""
+    height, width = (size, size) if isinstance(size, int) else size
+    if (needed := num * 3 * height * width) > MEMORY:
         raise ImageError(
-            f"--data: {num:,} images of {size}×{size} take {needed / 2**30:.0f} GiB, more than the "
-            f"{MEMORY / 2**30:.0f} GiB allowed in memory; use --stream, smaller --test-sizes, or --limit"
+            f"--data: {num:,} images of {height}×{width} take {needed / 2**30:.0f} GiB, more than the "
+            f"{MEMORY / 2**30:.0f} GiB allowed in memory; use --stream, --limit, or smaller --size or --test-sizes"
         )
-    images, labels = torch.empty(num, 3, size, size, dtype=torch.uint8), torch.empty(num, dtype=torch.int64)
+    images, labels = torch.empty(num, 3, height, width, dtype=torch.uint8), torch.empty(num, dtype=torch.int64)
 
     def decode(i: int) -> None:
         source, label = sample(i)
-        images[i], labels[i] = read_square(source, size), int(label)
+        images[i], labels[i] = read_image(source, size), int(label)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(decode, range(num)))
     return Images(images, labels)
 
 
-def read_square(source: Path | Image.Image, size: int) -> Tensor:
-    """Centre-crop an image to a square, and resize it to uint8 (3, size, size)."""
+def read_image(source: Path | Image.Image, size: Size) -> Tensor:
+    """Centre-crop an image to the aspect ratio of ``size``, and resize it to uint8 (3, height, width)."""
+    height, width = (size, size) if isinstance(size, int) else size
     try:
         image = source if isinstance(source, Image.Image) else Image.open(source)
-        image = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
+        image = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (width, height), Image.Resampling.BICUBIC)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageError(f"{source} can't be read as an image ({error}); remove it") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -17,9 +17,9 @@ import typer
 from PIL import Image
 from torch import Tensor
 
-from .buckets import Buckets, Shape, Sizes
+from .buckets import Buckets, Sizes
 from .captions import SUFFIXES, TABLES, Read, crop, decode, list_files, measure, pair_up
-from .images import IDX, MEMORY, TEST_FOLDERS, Images, Labelled, read_idx
+from .images import IDX, MEMORY, TEST_FOLDERS, Images, Labelled, Size, read_idx
 from .records import Records, Split, choose_subset
 from .streamed import open_streamed
 from .streams import hold_out, is_stream
@@ -52,7 +52,7 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.records.names)
 
-    def read(self, size: int | Shape, indices: Sequence[int] | np.ndarray | None = None) -> Tensor:
+    def read(self, size: Size, indices: Sequence[int] | np.ndarray | None = None) -> Tensor:
         """Decode and centre-crop images (default: all), as uint8 (N, 3, height, width).
 
         ``size`` is the height and width, or one number for both.
@@ -118,22 +118,27 @@ def open_pictures(
 
 
 def load_classes(
-    path: Path, size: int, *, label: str, parts: int = 5, without: str = "", limit: int | None = None
-) -> Labelled:
+    path: Path, size: Size, test_size: Size | None = None, *, label: str, parts: int = 5, without: str = "",
+    limit: int | None = None,
+) -> Labelled:  # fmt: skip
     """Load the images listed in a table into memory. The field ``label`` is the class.
 
-    An image is in the test set if a hash of its file name is 0 modulo ``parts``.
+    ``size`` and ``test_size`` are as in :func:`.images.load_images`. An image is in the test set if a hash of its file
+    name is 0 modulo ``parts``.
     """
     found = _from_files(path, "labels", without, label)
     found = found.take(choose_subset(len(found), limit))
-    records, pixels = found.records, found.read(size)
+    records = found.records
     held_out = hold_out([PurePosixPath(name).name for name in records.names], parts)
     if held_out.all() or not held_out.any():
         raise typer.BadParameter(
             f"--data {path}: {held_out.sum()} of {len(found)} images are held out for tests; add more images"
         )
     labels = torch.from_numpy(records.labels)
-    train, test = (Images(pixels[chosen], labels[chosen]) for chosen in (~held_out, held_out))
+    train, test = (
+        Images(found.read(side, np.flatnonzero(chosen)), labels[chosen])
+        for side, chosen in ((size, ~held_out), (test_size or size, held_out))
+    )
     return Labelled(train, test, len(records.classes), records.classes)
 
 

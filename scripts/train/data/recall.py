@@ -85,7 +85,7 @@ def draw_clips(symbols: Symbols, size: tuple[int, int, int], draws: np.ndarray) 
     keys = np.full(shape, -1)
     keys[writes] = _distinct(symbols, key, shape[:2])[(*np.nonzero(writes)[:2], order[writes])]
     latest = _latest(symbols, keys, values)
-    keys[asks] = _choose(latest[np.nonzero(asks)[:2]] >= 0, value[asks])  # reuses the random number for the value
+    keys[asks] = _choose(latest[np.nonzero(asks)[:2]] >= 0, value[asks])  # reuses the number drawn for the value
     answers = np.full(shape, -1)
     known = asks & (keys >= 0)
     answers[known] = latest[(*np.nonzero(known)[:2], keys[known])]

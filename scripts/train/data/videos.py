@@ -256,8 +256,8 @@ def check_segments(lengths: Sequence[int], segment: int, parts: int, fold: int, 
     found = next(itertools.chain(shorter, longer), None)
     remedy = "pass fewer --frames or a smaller --every, or add videos" if found is None else f"pass --segment {found}"
     raise VideoError(
-        f"--data: no training clip of {span} frames, or no held-out clip of {gap} frames, fits into a segment of "
-        f"{segment} frames; the longest video has {longest} frames; {remedy}"
+        f"--data: with segments of {segment} frames, there is no room for a training clip of {span} frames or for a "
+        f"held-out clip of {gap} frames (the longest video has {longest} frames); {remedy}"
     )
 
 

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 import typer
-from accelerate import PartialState
 from torch import Tensor, nn
 
 from ....models.dit import SIZES, DiT
@@ -50,7 +49,7 @@ from ..prompts import words_of
 from ..samplers import SAMPLERS, Sampling
 from ..samples import keep, pixels, write_sheet
 from ..vae import Decoder, open_decoder
-from ..work import Work, train
+from ..work import Work, report, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +62,8 @@ class DiffusionTraining(GenerativeTraining):
     five runs.
 
     Expect: an initial loss of 1 plus the images' mean square (1.66 for emoji), because the model outputs zero at first.
-    The final loss on held-out captions is 0.141 to 0.146 (linear attention: 0.171 to 0.175, without positions: 0.303).
-    The held-out loss uses the same times and noise for every encoding.
+    The final loss on held-out captions is 0.141 to 0.146 (0.171 to 0.175 with linear attention, and 0.303 without
+    positions). The held-out loss uses the same times and noise for every encoding.
     """
 
     backbone: ClassVar[Backbone] = CAPTIONED
@@ -126,7 +125,9 @@ class DiffusionTraining(GenerativeTraining):
     )
     times: str = option("logit-normal", "Distribution of times in training: logit-normal or uniform.", panel=OPTIMISER)
     prediction: str = option("velocity", "What the model predicts: velocity, noise or sample.", panel=OPTIMISER)
-    guidance: float = option(3.0, "Guidance scale for sampling; 1 disables guidance.", free=True, least=0, panel=RUN)
+    guidance_scale: float = option(
+        3.0, "Guidance scale for sampling; 1 disables guidance.", free=True, least=0, panel=RUN
+    )
     sampler: str = option("heun", f"Sampler: one of {', '.join(SAMPLERS)}.", free=True, panel=RUN)
     sample_steps: int = option(
         50, "Sampling steps; a step of heun calls the model twice.", free=True, least=1, panel=RUN
@@ -162,7 +163,7 @@ class DiffusionTraining(GenerativeTraining):
         choose("--sampler", [self.sampler], SAMPLERS)
         check_width("--dim", self.dim, self.heads, 2)
         self._check_sizes()
-        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # before text is loaded
+        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # checked before text is loaded
 
     def _check_sizes(self) -> None:
         if self.latents is None:
@@ -217,7 +218,7 @@ class DiffusionTraining(GenerativeTraining):
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.sampler, self.sample_steps, self.guidance, cast(Prediction, self.prediction))
+        return Sampling(self.sampler, self.sample_steps, self.guidance_scale, cast(Prediction, self.prediction))
 
 
 def size_of(name: str) -> dict[str, int]:
@@ -296,12 +297,9 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     source = open_source(config, device)
     if config.is_new:
         source.check_batch(config.batch)  # check before anything is written
-    if PartialState().is_main_process:
-        typer.echo(source.describe_held_out(), err=True)
-    if isinstance(source.condition, Captions) and PartialState().is_main_process:
-        for said in (source.condition.describe_cuts(), source.condition.describe_held_out(source.held_out)):
-            if said:
-                typer.echo(said, err=True)
+    report(source.describe_held_out())
+    if isinstance(source.condition, Captions):
+        report(source.condition.describe_cuts(), source.condition.describe_held_out(source.held_out))
     model = build(config, source)
     evaluation = make_evaluation(config, source, device, decoder)
 

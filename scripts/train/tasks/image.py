@@ -1,7 +1,7 @@
 """Train a ViT on labelled images and test it at other resolutions.
 
     lrpe-md train image --data FASHION_MNIST --out runs/fashion --encoding rotate --precision bf16 --compile
-    lrpe-md train image --data FOLDER --out runs/mine --size 64 --patch 8 --test-sizes 96,128,64x96
+    lrpe-md train image --data FOLDER --out runs/mine --size 64x96 --patch 8 --test-sizes 64,96,96x144
     lrpe-md train image --data SHARDS --out runs/large --model vit_base_patch16_224 --workers 8 \\
         --augment rand-m9-mstd0.5-inc1 --crop 0.08 --mixup 0.8 --cutmix 1.0 --layer-decay 0.75
     lrpe-md train image --data ROOT --dataset torch/cifar10 --out runs/cifar --size 32
@@ -22,6 +22,8 @@ resume an interrupted run.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -56,7 +58,7 @@ from ..config import (
     option,
 )
 from ..data.augment import build_transform, read_batch
-from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
+from ..data.buckets import MAX_RATIO, Buckets, Shape, Sizes, parse_size, parse_sizes, show_size
 from ..data.captions import TABLES
 from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.pictures import load_classes
@@ -65,21 +67,7 @@ from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone, has_coordinates
 from ..loop import Trainer
 from ..outcome import placements
-from ..work import Work, train
-
-
-def parse_sizes(text: str, by: int) -> list[tuple[int, int]]:
-    """Parse heights and widths, such as [(20, 20), (28, 40)] from "20,28x40"."""
-    found = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        sides = part.split("x")
-        if len(sides) > 2 or not all(s.isdecimal() and int(s) and int(s) % by == 0 for s in sides):
-            raise typer.BadParameter(
-                f"--test-sizes: expected sides, or HEIGHTxWIDTH, in multiples of {by}, separated by commas, got "
-                f"{part!r}"
-            )
-        found.append((int(sides[0]), int(sides[-1])))
-    return found
+from ..work import Work, report, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,23 +98,28 @@ class ImageTraining(Training):
     without: str = option("", "Boolean field of metadata.jsonl; rows where it is true are left out.")
     limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     stream: bool = option(False, "Decode a folder's images on demand, instead of decoding all of them before training.")
-    size: int = option(
-        0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 otherwise.", least=0
+    size: str = option(
+        "", "Size in training, in pixels: a side or HEIGHTxWIDTH. Default: 28 for idx files, 224 otherwise."
     )
-    reference: int = option(
-        0, "Interpolate positions to the patch grid of this image size, in pixels. To fine-tune at another size, pass "
-        "the size that --weights were trained at. 0 keeps neighbouring patches one unit apart.", least=0, off=True,
+    reference: str = option(
+        "", "Interpolate positions to the patch grid of this image size, in pixels: a side or HEIGHTxWIDTH. To "
+        "fine-tune at another size, pass the size that --weights were trained at. Default: neighbouring patches are "
+        "one unit apart.",
     )  # fmt: skip
-    mix_sizes: str = option("", MIX_SIZES)
+    mix_sizes: str = option(
+        "", "Other sizes to train at, in pixels: sides or HEIGHTxWIDTH, separated by commas. Each batch has one size."
+    )
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option(
         "auto",
         "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto tests sides 4 patches "
-        "shorter and longer than --size, and --size by the longer side, or 20,40,56,28x40 for idx files.",
+        "shorter and longer than --size, and --size with the longer width, or 20,40,56,28x40 for idx files. To test a "
+        "finished run at other sizes, repeat its command with other --test-sizes.",
+        free=True,
     )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
-        1.0, "Smallest fraction of the image in a random crop; 1 uses the central square.", least=0, below=1.001
+        1.0, "Smallest fraction of the image in a random crop; 1 crops the centre.", least=0, below=1.001
     )
     shift: int = option(2, "Largest random shift of an image in each direction, in pixels.", least=0, off=True)
     flip: bool = option(True, "Mirror half of the images.")
@@ -160,10 +153,6 @@ class ImageTraining(Training):
             check_ignored(self, "label without stream", "does not work with --dataset; leave one of them out")
         elif self.stream or is_stream(self.data):
             check_ignored(self, "without", "does not work with streamed data; leave it out")
-        if self.size % self.patch:
-            raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
-        if self.reference % self.patch:
-            raise typer.BadParameter(f"--reference: expected a multiple of {self.patch}, got {self.reference}")
         if self.reference and not has_coordinates(shape_arguments(self)):
             raise typer.BadParameter(
                 f"--reference {self.reference}: --encoding {self.encoding} has no positions to map; leave out "
@@ -171,10 +160,14 @@ class ImageTraining(Training):
             )
         if not self.model:
             check_width("--dim", self.dim, self.heads)
-        parse_sizes(self.test_sizes, self.patch)
-        parse_mixed(self.mix_sizes, self.size, self.patch)
+        if self.max_ratio > 1 and any(height != width for height, width in self.train_sizes):
+            raise typer.BadParameter(
+                f"--max-ratio {self.max_ratio}: expected square --size and --mix-sizes, got "
+                f"{', '.join(show_size(*size) for size in self.train_sizes)}; leave out --max-ratio"
+            )
+        _ = self.test_shapes
         if self.augment:
-            build_transform(self.size, self.augment, self.crop)
+            build_transform(self.shape, self.augment, self.crop)
         self.check_encoding(partial(build, self), {**shape_arguments(self), "in_chans": 3, "num_classes": 2})
 
     def _choose_sizes(self) -> None:
@@ -184,22 +177,34 @@ class ImageTraining(Training):
         if own:
             check_model_options(self, {"dim": None, "depth": None, "heads": None, "patch": own})
         patch = self.patch or own or (2 if is_small else 16)
-        size = self.size or (28 if is_small else 224)
+        height, width = parse_size("--size", str(self.size or (28 if is_small else 224)), patch)
+        reference = show_size(*parse_size("--reference", str(self.reference), patch)) if self.reference else ""
         tests = self.test_sizes
         if tests == "auto":
-            smaller = f"{size - 4 * patch}," if size > 4 * patch else ""
-            tests = "20,40,56,28x40" if is_small else f"{smaller}{size + 4 * patch},{size}x{size + 4 * patch}"
-        for name, value in (("patch", patch), ("size", size), ("test_sizes", tests)):
+            near = [(height + more, width + more) for more in (-4 * patch, 4 * patch)] + [(height, width + 4 * patch)]
+            tests = "20,40,56,28x40" if is_small else ",".join(show_size(*size) for size in near if min(size) > 0)
+        chosen = {"patch": patch, "size": show_size(height, width), "reference": reference, "test_sizes": tests}
+        for name, value in chosen.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
 
     @property
-    def train_sizes(self) -> Sizes:
-        """Training sizes."""
-        return Sizes(parse_mixed(self.mix_sizes, self.size, self.patch), (), self.patch, self.max_ratio)
+    def shape(self) -> Shape:
+        """Height and width in training."""
+        return parse_size("--size", self.size, self.patch)
+
+    @property
+    def train_sizes(self) -> list[Shape]:
+        """Heights and widths in training, starting with those of --size."""
+        return list(dict.fromkeys([self.shape, *parse_sizes("--mix-sizes", self.mix_sizes, self.patch)]))
+
+    @property
+    def test_shapes(self) -> list[Shape]:
+        """Heights and widths in tests, starting with those of --size."""
+        return list(dict.fromkeys([self.shape, *parse_sizes("--test-sizes", self.test_sizes, self.patch)]))
 
     @property
     def dynamic_shapes(self) -> bool | None:
-        return None if self.max_ratio > 1 or len(self.train_sizes.train) > 1 else False
+        return None if self.max_ratio > 1 or len(self.train_sizes) > 1 else False
 
     @property
     def mixes(self) -> bool:
@@ -207,11 +212,6 @@ class ImageTraining(Training):
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
         return {"layer_decay": self.layer_decay} if self.layer_decay < 1 else {}
-
-    @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """Test sizes, starting with the training size."""
-        return list(dict.fromkeys([(self.size, self.size), *parse_sizes(self.test_sizes, self.patch)]))
 
 
 def find_patch(name: str) -> int:
@@ -231,9 +231,11 @@ def find_patch(name: str) -> int:
     except RuntimeError as error:  # the pretrained tag is unknown
         raise typer.BadParameter(f"--model {name}: {error}") from error
     if not isinstance(model, VisionTransformer):
+        family = f"a model of the family {type(model).__module__.rpartition('.')[2]}"
+        if getattr(model, "rope", None) is not None:
+            family = "a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm.py"
         raise typer.BadParameter(
-            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got a model of "
-            f"the family {type(model).__module__.rpartition('.')[2]}"
+            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got {family}"
         )
     return model.patch_embed.patch_size[0]
 
@@ -242,11 +244,12 @@ def shape_arguments(config: ImageTraining) -> dict[str, Any]:
     """Return the model arguments that do not depend on the data."""
     encoding = IMAGES.arguments(config.encoding, config.attention)
     if config.reference:
-        encoding["reference"] = config.reference // config.patch
+        sides = parse_size("--reference", config.reference, config.patch)
+        encoding["reference"] = [side // config.patch for side in sides]
     if config.model:
-        return {"model": config.model, "img_size": config.size, "qk_norm": config.qk_norm, **encoding}
+        return {"model": config.model, "img_size": config.shape, "qk_norm": config.qk_norm, **encoding}
     return {
-        "img_size": config.size, "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth,
+        "img_size": config.shape, "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth,
         "num_heads": config.heads, "qk_norm": config.qk_norm, "class_token": False, "global_pool": "avg",
         **encoding,
     }  # fmt: skip
@@ -293,14 +296,16 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
 
 
 @lru_cache(maxsize=1)
-def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False) -> Labelled:
+def load(
+    path: Path, size: Shape, test_size: Shape, dataset: str, limit: int, label: str, without: str, stream: bool = False
+) -> Labelled:
     """Load the data. The data is cached for other runs in the same process."""
     if not dataset and (stream or is_stream(path)):
-        return load_stream(path, size, label=label, limit=limit or None)
+        return load_stream(path, test_size, label=label, limit=limit or None)
     if label:
-        return load_classes(path, size, label=label, without=without, limit=limit or None)
+        return load_classes(path, size, test_size, label=label, without=without, limit=limit or None)
     try:
-        return load_images(path, size, dataset=dataset, limit=limit or None)
+        return load_images(path, size, test_size, dataset=dataset, limit=limit or None)
     except ImageError as error:
         is_zip = path.suffix == ".zip" and path.is_file()
         if dataset or not (is_zip or any(next(path.rglob(name), None) for name in TABLES)):
@@ -318,14 +323,15 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
         typer.BadParameter: for --max-ratio if images are cropped to squares.
     """
     if config.max_ratio == 1:
-        return config.train_sizes.sort(np.ones((len(train), 2)))
+        return Buckets({i: [size] for i, size in enumerate(config.train_sizes)}, np.zeros(len(train), np.int64))
     if isinstance(train, Images):
         raise typer.BadParameter(
             f"--max-ratio {config.max_ratio}: these images are stored as squares in memory; pass --stream for a "
             "folder of images"
         )
+    sizes = Sizes(tuple(side for side, _ in config.train_sizes), (), config.patch, config.max_ratio)
     with ThreadPoolExecutor(8) as pool:
-        return config.train_sizes.sort(np.array(list(pool.map(train.stream.measure, range(len(train))))))
+        return sizes.sort(np.array(list(pool.map(train.stream.measure, range(len(train))))))
 
 
 def batch(
@@ -357,7 +363,8 @@ transform_of = lru_cache(maxsize=None)(build_transform)
 
 def patches(config: ImageTraining) -> int:
     """Return the number of patches in a step."""
-    return config.batch * (config.size // config.patch) ** 2
+    height, width = config.shape
+    return config.batch * (height // config.patch) * (width // config.patch)
 
 
 def loss(
@@ -389,7 +396,7 @@ def build_mixup(config: ImageTraining, num_classes: int) -> Mixup | None:
 
 
 @torch.no_grad()
-def find_right(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> Tensor:
+def find_right(model: nn.Module, test: Images, size: Shape, autocast: Any) -> Tensor:
     """Resize the test images to ``size``, and return a mask (N,) of those that the model classifies correctly."""
     right = []
     for x, labels in zip(test.images.split(500), test.labels.split(500), strict=True):
@@ -398,38 +405,56 @@ def find_right(model: nn.Module, test: Images, size: tuple[int, int], autocast: 
     return torch.cat(right)
 
 
-def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
-    """Resize the test images to ``size``, and return the accuracy in %."""
-    return 100 * find_right(model, test, size, autocast).sum().item() / len(test)
+def percentage(right: Tensor) -> float:
+    """Return the accuracy in % from a result of :func:`find_right`."""
+    return 100 * right.sum().item() / len(right)
 
 
-def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Return the accuracies at all sizes, for each way of placing tokens; see :func:`.outcome.placements`."""
+def evaluate(config: ImageTraining, test: Images, trainer: Trainer, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the accuracies in % at all sizes, for each way of placing tokens; see :func:`.outcome.placements`.
+
+    If ``classes`` are known, add them, and the accuracy at the training size for each class that has test images.
+    """
     model: Any = trainer.averaged
-    results = {}
-    for positions in placements(model):
-        results[positions] = {
-            f"{height}x{width}": accuracy(model, test, (height, width), trainer.accelerator.autocast)
-            for height, width in config.sizes
-        }
-    return results
+    right = {
+        positions: {size: find_right(model, test, size, trainer.accelerator.autocast) for size in config.test_shapes}
+        for positions in placements(model)
+    }
+    found: dict[str, Any] = {
+        positions: {f"{height}x{width}": percentage(mask) for (height, width), mask in by_size.items()}
+        for positions, by_size in right.items()
+    }
+    if not classes:
+        return {"accuracy": found}
+    trained = next(iter(right.values()))[config.shape].cpu().numpy()
+    by_class = average_by_class(trained, test.labels.cpu().numpy(), classes)
+    return {"accuracy": found, "classes": list(classes), "accuracy_by_class": by_class}
+
+
+def enclose(sizes: Sequence[Shape]) -> Shape:
+    """Return the smallest size that contains all sizes and has the aspect ratio of the first one."""
+    height, width = sizes[0]
+    return (
+        max(max(h, math.ceil(w * height / width)) for h, w in sizes),
+        max(max(w, math.ceil(h * width / height)) for h, w in sizes),
+    )
 
 
 def prepare(config: ImageTraining, device: torch.device) -> Work:
-    size = max(max(size) for size in config.sizes)
-    data = load(config.data, size, config.dataset, config.limit, config.label, config.without, config.stream)
+    size, test_size = enclose(config.train_sizes), enclose(config.test_shapes)
+    data = load(config.data, size, test_size, config.dataset, config.limit, config.label, config.without, config.stream)
     if config.is_new and config.batch > len(data.train):  # check before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
             "smaller"
         )
-    if PartialState().is_main_process:
-        held_out = np.arange(len(data.train) + len(data.test)) >= len(data.train)
-        typer.echo(describe_held_out("image", held_out, data.labels, data.classes), err=True)
-        if few := describe_few("image", held_out, data.labels, data.classes, "add images"):
-            typer.echo(few, err=True)
+    held_out = np.arange(len(data.train) + len(data.test)) >= len(data.train)
+    report(
+        describe_held_out("image", held_out, data.labels, data.classes),
+        describe_few("image", held_out, data.labels, data.classes, "add images"),
+    )
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
-    model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
+    model, settings = build(config, arguments), {"model": arguments, "digest": data.train.digest}
     buckets = sort_images(config, data.train)
     in_processes = isinstance(data.train, LabelledStream) or bool(config.augment) or config.crop < 1
     if in_processes or isinstance(data.train, LabelledStream):
@@ -437,25 +462,16 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     else:
         make_batch, test = partial(batch, config, (data.train.to(device), buckets)), data.test.to(device)
 
-    def evaluate_classes(trainer: Trainer) -> dict[str, Any]:
-        """Return all classes, and the accuracy in % at the training size for each class that has test images."""
-        if not data.classes:
-            return {}
-        right = find_right(trainer.averaged, test, config.sizes[0], trainer.accelerator.autocast)
-        by_class = average_by_class(right.cpu().numpy(), test.labels.cpu().numpy(), data.classes)
-        return {"classes": list(data.classes), "accuracy_by_class": by_class}
-
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
-            "accuracy": evaluate(config, test, trainer), "train_images": len(data.train),
-            "test_images": len(test), "chance": 100 / data.num_classes, "tokens": patches(config),
-            "read_size": size, **evaluate_classes(trainer),
+            "train_images": len(data.train), "test_images": len(test), "chance": 100 / data.num_classes,
+            "tokens": patches(config), "read_size": list(test_size), **evaluate(config, test, trainer, data.classes),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
         autocast = trainer.accelerator.autocast
-        return {"accuracy": accuracy(trainer.averaged, test, (config.size, config.size), autocast)}
+        return {"accuracy": percentage(find_right(trainer.averaged, test, config.shape, autocast))}
 
     steps = buckets.order(config.batch, config.seed)
     task_loss = partial(loss, config, mix=mix)

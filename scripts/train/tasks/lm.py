@@ -49,7 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"dim": 32, "depth": 2, "num_heads": 4, "num_kv_heads": 2, "hidden": 64},
     "small": {"dim": 384, "depth": 6, "num_heads": 6, "num_kv_heads": 2, "hidden": 1024},
 }
-# Name → function of (factor, trained length) that returns the argument of CausalLm.rescale.
+# Maps a name to a function (factor, trained length) that returns the argument of CausalLm.rescale.
 SCALINGS: dict[str, Callable[[float, int], Scaling]] = {
     "linear": lambda factor, trained: partial(linear_scaling, factor=factor),
     "ntk": lambda factor, trained: partial(ntk_scaling, factor=factor),
@@ -288,8 +288,8 @@ def measure(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the bits per byte at each length. The longest length is also split into ranges of positions.
 
-    In a row for a complete length, first is 0 and last is ``length``. A scaling stretches by length / training length
-    if this ratio exceeds 1.
+    In a row for a complete length, first is 0 and last is ``length``. If a length exceeds the training length, a
+    scaling stretches by length / training length.
     """
     rows = []
     text = text.to(accelerator.device)

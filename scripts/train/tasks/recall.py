@@ -65,7 +65,7 @@ class RecallTraining(Training):
     Cost: 19,000 parameters. 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 
     Expect: 99% or more by key and 52% to 56% by place at the training size, and 83% to 97% by key at 64 frames (three
-    seeds). Without positions, 100% by key and 24% by place (one seed).
+    seeds). Without positions, expect 100% by key and 24% by place (one seed).
     """
 
     backbone: ClassVar[Backbone] = RECALL

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import typer
-from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,7 +31,7 @@ from ..generation import split_by_bucket
 from ..loop import Trainer
 from ..samples import HELD_OUT, pad_together, pixels, write_sheet
 from ..vae import BATCH
-from ..work import Work, train
+from ..work import Work, report, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +175,7 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
         raise typer.BadParameter(f"--data {config.data}: expected images or videos, got latents; pass their images")
     if config.is_new:
         source.check_batch(config.batch)
-    if PartialState().is_main_process:
-        typer.echo(source.describe_held_out(), err=True)
+    report(source.describe_held_out())
 
     def batch(indices: np.ndarray, draws: np.ndarray) -> Tensor:
         return as_frames(source.train_batch(indices, draws)[0])

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import typer
-from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,7 +36,7 @@ from ..encodings import MEMORY_HELP, VIDEOS, Backbone, has_coordinates, restore_
 from ..loop import Trainer
 from ..order import shuffle, steps_per_epoch
 from ..outcome import placements
-from ..work import Work, train
+from ..work import Work, report, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +49,12 @@ class VideoTraining(Training):
     and 2.7 M parameters. They take 35 to 70 seconds on an H200 shared with six other runs, and hours on a CPU. Videos
     take 12 kB per frame at 64×64.
 
-    Expect: with --encoding none and space-only, exactly chance (50% for arrow, 4.2% for order) except for ties, at any
-    length, because these models can't see the order of frames. Cosine without a phase is also at chance for arrow: its
-    q·k is even in the distance, so a clip and its reverse look the same. For order, other encodings reach 20 to 60% in
-    3,000 steps, or stay at chance. Each encoding stays at chance for hundreds to thousands of steps before the accuracy
-    improves. For arrow, the model memorises eleven minutes of video (43 to 54% on other minutes of the same videos).
+    Expect: with --encoding none and space-only, the accuracy is exactly at chance level (50% for arrow, 4.2% for order)
+    at any length, except for ties, because these models can't see the order of frames. Cosine without a phase is
+    also at chance level for arrow: its q·k is even in the distance, so a clip and its reverse look the same. For
+    order, other encodings reach 20 to 60% in 3,000 steps, or stay at chance level. Each encoding stays there
+    for hundreds to thousands of steps before the accuracy improves. For arrow, the model memorises eleven
+    minutes of video (43 to 54% on other minutes of the same videos).
     Compression artefacts between key frames can reveal the direction of time as well as motion does; small sizes hide
     most of the artefacts.
     """
@@ -380,22 +380,21 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     if config.is_new:
         steps_per_epoch(len(train), config.batch)  # check before anything is written
     sampling = Sampling(config.sampling, config.frames, config.every)
-    if PartialState().is_main_process:
-        typer.echo(describe_held_out("video", videos.held_out, videos.labels, videos.names), err=True)
-        advice = (
-            "add videos to the test folder"
-            if videos.has_tests
-            else f"pass a smaller --parts, or average runs with --fold 0 to {config.parts - 1}"
-        )
-        if few := describe_few("video", videos.held_out, videos.labels, videos.names, advice):
-            typer.echo(few, err=True)
-    if (short := int((videos.lengths < sampling.span).sum())) and PartialState().is_main_process:
+    advice = (
+        "add videos to the test folder"
+        if videos.has_tests
+        else f"pass a smaller --parts, or average runs with --fold 0 to {config.parts - 1}"
+    )
+    report(
+        describe_held_out("video", videos.held_out, videos.labels, videos.names),
+        describe_few("video", videos.held_out, videos.labels, videos.names, advice),
+    )
+    if short := int((videos.lengths < sampling.span).sum()):
         verb = "is" if short == 1 else "are"
         repeated = "some of their frames are" if config.sampling == "uniform" else "their last frame is"
-        typer.echo(
+        report(
             f"{short} of {len(videos.lengths)} videos {verb} shorter than a clip of {sampling.span} frames; {repeated} "
-            "repeated",
-            err=True,
+            "repeated"
         )
     arguments = model_arguments(config, len(videos.names))
 
