@@ -167,12 +167,8 @@ def run_exactly(twin, inputs):
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
-SLOWER = [("uvit", True), ("mae", None), ("gpt", None)]
-
-
-@pytest.mark.parametrize(
-    ("name", "reentrant"), [("dit", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "reentrant"), [("dit", False), ("uvit", True), ("mae", None), ("gpt", None)])
 def test_compiled(name, reentrant):
     """After the first size, there is one graph for all sizes, even with a checkpoint."""
     style = STYLES[name]
