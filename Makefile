@@ -53,7 +53,9 @@ unit: $(READY)  ## run the tests that are not marked slow (ARGS="-k cosine")
 slow: $(READY)  ## run the tests marked slow: compilers for GPUs, several processes, complete training runs
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(ARGS)
 
-test: lint types unit  ## run lint, type checks and the tests that are not slow
+test: lint  ## run lint, type checks and the tests that are not slow
+	@# Run both at once, because pyright only uses one core.
+	$(MAKE) --no-print-directory -j2 types unit
 
 test-all: test slow  ## run everything that CI tests
 

@@ -7,6 +7,7 @@ A process can only do one of the two.
 import gc
 import os
 import threading
+from collections import defaultdict
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.name in SLOW:
             item.add_marker(pytest.mark.slow)
+    mark_combinations_slow(items)
     # start with the longest tests, so that no process runs them last
     items.sort(key=lambda item: item.path.name != "test_aot.py")
     if "TRITON_INTERPRET" not in os.environ:
@@ -42,6 +44,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def mark_combinations_slow(items: list[pytest.Item]) -> None:
+    """Mark cases of tests with ``sampled`` as slow, except for a few that cover each value of each parameter."""
+    tests = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("sampled") or any(map(item.get_closest_marker, ("slow", "gpu"))):
+            continue
+        if hasattr(item, "callspec"):
+            # compare by text, since not all values are hashable
+            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+            tests[item.path, item.cls, item.originalname].append((item, values))
+    for cases in tests.values():
+        missing = set().union(*(values for _, values in cases))
+        while missing:
+            best = max(cases, key=lambda case: len(case[1] & missing))
+            cases.remove(best)
+            missing -= best[1]
+        for item, _ in cases:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> None:

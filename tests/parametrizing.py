@@ -3,15 +3,16 @@
 Each pair of values of two parameters is tested, but not every combination of all parameters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from lrpe_md.reference import ACTIVATIONS
 
-__all__ = ["ACTS", "each_value_rows", "parametrize_each"]
+__all__ = ["ACTS", "COMPILERS", "each_value_rows", "parametrize_each", "slow_except"]
 
+COMPILERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # inductor takes seconds to compile C++
 ACTS = [(name, dim) for name, entry in ACTIVATIONS.items() for dim in entry.dims or (None,)]
 
 
@@ -42,3 +43,10 @@ def each_value_rows(first: Sequence[Any], second: Sequence[Any], *others: Sequen
                 shift //= len(other)
             rows.append(tuple(row))
     return rows
+
+
+def slow_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Return parameters in which all values are marked slow, except for those in ``quick``."""
+    values = list(values)
+    assert all(value in values for value in quick), "a quick value is not among the values"
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]

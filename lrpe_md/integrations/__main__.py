@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,11 @@ def _make(name: str) -> nn.Module:
         if cls is None:
             raise ValueError(f"expected a diffusers class, got {config['_class_name']!r}")
         return cls.from_config(config)
-    from transformers import AutoConfig, AutoModel
-
-    return AutoModel.from_config(AutoConfig.from_pretrained(name if config is None else str(path)))
+    # An import statement would make type checkers read all of its models, which takes long.
+    transformers: Any = import_module("transformers")
+    return transformers.AutoModel.from_config(
+        transformers.AutoConfig.from_pretrained(name if config is None else str(path))
+    )
 
 
 if __name__ == "__main__":

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from .trial import Candidate, Result, differentiate, find_tensors
 
 __all__ = ["build", "call", "candidates", "rotary_types", "shrink"]
+
+# An import statement would make type checkers read all of its models, which takes long.
+transformers: Any = import_module("transformers")
 
 SMALL: dict[str, Any] = {  # configuration attributes by name
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_layers": 2,
@@ -174,7 +176,7 @@ def _rotary_source(model_type: str) -> bool:
 
 
 def _model_class(model_type: str) -> Any:
-    config = type(AutoConfig.for_model(model_type))
+    config = type(transformers.AutoConfig.for_model(model_type))
     found = MODEL_MAPPING[config]
     return found[0] if isinstance(found, (tuple, list)) else found
 
@@ -183,7 +185,7 @@ def build(model_type: str) -> nn.Module:
     """Build a two-layer model. Its weights are large enough that attention is far from uniform."""
     torch.manual_seed(0)
     config = shrink(model_type, OWN.get(model_type, {}))
-    model = AutoModel.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
@@ -193,7 +195,7 @@ def build(model_type: str) -> nn.Module:
 
 def shrink(model_type: str, own: dict[str, Any]) -> Any:
     """Return a tiny configuration for a model type. ``own`` overrides the common values."""
-    config_class: Any = type(AutoConfig.for_model(model_type))
+    config_class: Any = type(transformers.AutoConfig.for_model(model_type))
     return config_class(**_merge(_shrink(config_class()), own))
 
 

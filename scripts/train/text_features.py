@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,9 +39,10 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
     Raises:
         typer.BadParameter: if there is no such model.
     """
-    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
 
+    # An import statement would make type checkers read all of its models, which takes long.
+    transformers: Any = import_module("transformers")
     try:
         config: Any = transformers.AutoConfig.from_pretrained(name)
         if config.model_type in ("clip", "clip_text_model"):

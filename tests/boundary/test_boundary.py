@@ -6,7 +6,7 @@ reference on a CPU and the kernels on a GPU.
 
 import pytest
 import torch
-from parametrizing import parametrize_each
+from parametrizing import COMPILERS, parametrize_each
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
@@ -54,6 +54,7 @@ def example(map: str, device: str, dtype=torch.float64, act="silu", heads=(2, 1)
     return call, [a.detach().requires_grad_() for a in args]
 
 
+@pytest.mark.sampled
 @parametrize_each(
     "chosen map impl", [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)], list(MAPS), IMPLS,
     fixtures=["map", "impl"],
@@ -183,20 +184,22 @@ def graph_counter():
     return backend, graphs
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("backend", COMPILERS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_training(map, impl, dynamic, device):
+def test_compile_training(map, impl, dynamic, backend, device):
     call, args = example(map, device, dtype=torch.float32, act="softmax", dim=-2)
 
     def f(*args):
         return sum(y.square().sum() for y in call(*args, impl=impl))
 
-    backend = tracing(device) if dynamic and impl == "auto" else "inductor"
     expected = torch.autograd.grad(f(*args), args)
     found = torch.autograd.grad(torch.compile(f, fullgraph=True, dynamic=dynamic, backend=backend)(*args), args)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.sampled
 def test_compile_once_for_all_image_sizes(map, impl, device):
     omega = torch.rand(1, 8 if map == "cosine" else 4, 2, device=device, requires_grad=True)
 
@@ -217,13 +220,15 @@ def test_compile_once_for_all_image_sizes(map, impl, device):
     assert len(graphs) == 1
 
 
-def test_compile_explicit_coordinates(map, impl, device):
+@pytest.mark.sampled
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_compile_explicit_coordinates(map, impl, backend, device):
     omega = torch.rand(2, 8 if map == "cosine" else 4, 3, device=device)
 
     def f(x, coords):
         return MAPS[map](x, omega=omega, positions=Coordinates(coords, prefix=1), impl=impl)
 
-    compiled = torch.compile(f, fullgraph=True, dynamic=True)
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
     for num in (5, 9):
         x = torch.randn(2, 2, num + 1, 8, device=device)
         coords = torch.randn(2, num, 3, device=device)
@@ -258,6 +263,7 @@ def test_transforms_of_a_compiled_function(map, device):
     torch.testing.assert_close(jvp(compiled, (args[2],), tangent), jvp(f, (args[2],), tangent))
 
 
+@pytest.mark.sampled
 def test_export(map, impl, device):
     class Model(nn.Module):
         def __init__(self):
@@ -288,6 +294,7 @@ def test_checkpoint(map, impl, act, device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("softmax", -2)])
 def test_opcheck(map, act, dim, device):
     _, args = example(map, device, dtype=torch.float32, act=act, dim=dim)
@@ -378,6 +385,7 @@ def test_functional_call_of_a_module(device):
 # --- what a user's graph does around the call ------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("graph", ["one tensor twice", "k from q", "omega of two layers"])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_double_backward_with_dependent_inputs(map, graph, create_graph, device):
@@ -511,11 +519,12 @@ def test_positions_past_2_to_24(impl, device):
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_document_functions_compile(device):
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_document_functions_compile(backend, device):
     from lrpe_md import lrpe_cosine_md_bwd_triton, lrpe_cosine_md_fwd_triton
 
     x, theta = torch.randn(1, 2, 6, 4, device=device), torch.rand(2, device=device)
-    f = torch.compile(lambda x: lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)), fullgraph=True)
+    f = torch.compile(lambda x: lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)), fullgraph=True, backend=backend)
     torch.testing.assert_close(f(x), lrpe_cosine_md_fwd_triton(x, theta, shape=(2, 3)))
     do = torch.randn(1, 2, 6, 8, device=device)
     assert lrpe_cosine_md_bwd_triton(do, x, theta, shape=(2, 3))[0].shape == x.shape

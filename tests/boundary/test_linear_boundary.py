@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from parametrizing import slow_except
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
@@ -118,6 +119,7 @@ MASKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("changes", MASKS, ids=str)
 def test_gradcheck_and_gradgradcheck(map, impl, changes, device):
     if exact_dtype(device, impl) == torch.float32:
@@ -244,10 +246,14 @@ def graph_counter():
 
 
 COMPILED = [*product(MASKS, [True], ["triton"]), *product([FULL, CAUSAL, PACKED], [True], ["auto"])]
-COMPILED += [(FULL, False, "triton"), (CAUSAL, False, "auto"), ({"rotary_dim": 2}, True, "triton")]
+COMPILED += [(CAUSAL, False, "auto"), ({"rotary_dim": 2}, True, "triton")]
 
 
-@pytest.mark.parametrize(("changes", "dynamic", "impl"), COMPILED, ids=str)
+@pytest.mark.parametrize(
+    ("changes", "dynamic", "impl"),
+    [(FULL, False, "triton"), *(pytest.param(*each, marks=pytest.mark.slow) for each in COMPILED)],
+    ids=str,
+)
 def test_compile_training(changes, dynamic, impl, device):
     if device == "cuda" and changes == LEARNED_DECAY:
         impl = "auto"  # the kernels don't compute this gradient on a GPU
@@ -263,6 +269,7 @@ def test_compile_training(changes, dynamic, impl, device):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("map", "mask"), [*product(["cosine", "rotate", None], ["full"]), ("cosine", "causal"), ("rotate", "block")]
 )
@@ -288,6 +295,7 @@ def test_compile_once_for_all_image_sizes(map, impl, mask, device):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("impl", slow_except(["triton"], ["auto", "triton"]), indirect=True)
 def test_compile_cross_attention(impl, device):
     omega = torch.rand(1, 8, 3, device=device)
 
@@ -305,6 +313,7 @@ def test_compile_cross_attention(impl, device):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("map", slow_except(["cosine"], ["cosine", "rotate", None]), indirect=True)
 def test_transforms_inside_and_of_a_compiled_function(map, device):
     call, args = example(map, device, dtype=torch.float32)
     args = [a.detach() for a in args]
@@ -320,6 +329,7 @@ def test_transforms_inside_and_of_a_compiled_function(map, device):
     torch.testing.assert_close(grad(compiled)(args[1]), grad(total)(args[1]))
 
 
+@pytest.mark.sampled
 def test_export(map, impl, device):
     class Model(nn.Module):
         def __init__(self):
@@ -340,6 +350,7 @@ def test_export(map, impl, device):
     torch.testing.assert_close(program.module()(*qkv), model(*qkv))
 
 
+@pytest.mark.sampled
 def test_checkpoint(map, impl, device):
     call, args = example(map, device, exact_dtype(device, impl))
 
@@ -465,6 +476,7 @@ def test_autocast_and_inference_mode(map, impl, device):
 # --- what a user's graph does around the call ------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("graph", ["one tensor three times", "k from q", "omega of two layers"])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_double_backward_with_dependent_inputs(map, graph, create_graph, device):

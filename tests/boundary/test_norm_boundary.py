@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parametrizing import COMPILERS, slow_except
 from torch import nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +42,7 @@ def example(device, form, dtype=torch.float64, impl="auto", shape=(2, 3)):
     return call, [a.detach().requires_grad_() for a in args]
 
 
-@forms
+@pytest.mark.parametrize("form", slow_except(FORMS[:1], FORMS), ids=str)
 def test_gradcheck_of_the_kernels(form, device):
     call, args = example(device, form, impl="triton", shape=(1, 2))  # small, because there are dozens of calls
     assert torch.autograd.gradcheck(call, args, fast_mode=True)
@@ -67,6 +68,7 @@ def test_transforms(form, device):
     torch.testing.assert_close(stacked[1], call(2 * plain[0], *plain[1:])[0])
 
 
+@pytest.mark.sampled
 @forms
 @pytest.mark.parametrize("impl", ["auto", "triton"])
 def test_checkpoint(form, impl, device):
@@ -80,11 +82,13 @@ def test_checkpoint(form, impl, device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.sampled
 @forms
 @pytest.mark.parametrize("impl", ["auto", "triton"])
-def test_compile(form, impl, device):
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_compile(form, impl, backend, device):
     call, args = example(device, form, torch.float32, impl)
-    compiled = torch.compile(call, fullgraph=True)
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
     expected, found = call(*args), compiled(*args)
     grads = [torch.randn_like(y) for y in expected]
     wanted = torch.autograd.grad(expected, args, grads)

@@ -6,8 +6,8 @@ reference on a CPU and the kernels on a GPU.
 
 import pytest
 import torch
-from parametrizing import parametrize_each
-from test_boundary import graph_counter, tracing
+from parametrizing import COMPILERS, parametrize_each
+from test_boundary import graph_counter
 from torch import nn
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -46,6 +46,7 @@ def encode(q, k, tables, impl="auto", **options):
     return rotate(q, k, tables=tables, prefix=1, act="silu", pairs="interleaved", impl=impl, **options)
 
 
+@pytest.mark.sampled
 @parametrize_each("kind impl act", KINDS, IMPLS, ["none", "silu", "softmax"])
 def test_gradcheck_and_gradgradcheck(kind, impl, act, device):
     xs, tables = draw(device, kind)
@@ -68,6 +69,7 @@ def test_gradients_of_a_norm(device):
     assert torch.autograd.gradgradcheck(f, (*xs, weight), fast_mode=True)
 
 
+@pytest.mark.sampled
 @parametrize_each("kind impl options", KINDS, IMPLS, [{}, {"act": "none"}, {"norm": Norm("layer")}, {"inverse": True}])
 def test_gradients_to_tables(kind, impl, options, device):
     xs, tables = draw(device, kind)
@@ -136,8 +138,10 @@ def test_transforms(device):
         grad(lambda q: rotate(q, tables=tables, prefix=1, impl="triton").sum())(q)
 
 
+@pytest.mark.sampled
 @parametrize_each("kind impl dynamic learned", KINDS, IMPLS, [False, True], [False, True])
-def test_compile_training(kind, impl, dynamic, learned, device):
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_compile_training(kind, impl, dynamic, learned, backend, device):
     xs, tables = draw(device, kind, torch.float32)
 
     def f(*args):
@@ -146,7 +150,6 @@ def test_compile_training(kind, impl, dynamic, learned, device):
     args = (*xs, *(t.requires_grad_(learned) for t in (tables if isinstance(tables, tuple) else (tables,))))
     xs = args if learned else xs
     expected = torch.autograd.grad(f(*args), xs)
-    backend = tracing(device) if dynamic and impl == "auto" else "inductor"
     compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend=backend)
     for a, b in zip(torch.autograd.grad(compiled(*args), xs), expected, strict=True):
         torch.testing.assert_close(a, b)
@@ -165,6 +168,7 @@ def test_compile_once_for_all_lengths(impl, device):
     assert len(graphs) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["full", "complex"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_export(impl, kind, device):
@@ -183,6 +187,7 @@ def test_export(impl, kind, device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("softmax", -2)])
 def test_operators(act, dim, kind, device):

@@ -123,6 +123,7 @@ def assert_same_bits(found, expected):
         assert torch.equal(grad, expected[1][name]), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("name", STYLES)
@@ -166,6 +167,7 @@ def run_exactly(twin, inputs):
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "reentrant"), [("dit", False), ("uvit", True), ("mae", None), ("gpt", None)])
 def test_compiled(name, reentrant):
     """After the first size, there is one graph for all sizes, even with a checkpoint."""
@@ -251,6 +253,7 @@ def test_what_is_compiled_does_not_keep_a_model():
     assert attention() is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", ["dit", "gpt"])
 def test_exported(name, strict):
@@ -332,12 +335,24 @@ def test_models_of_libraries(library):
         expected = first(stock)
     assert torch.equal(first(model), expected)
     assert not torch.allclose(first(stock), expected, atol=1e-3)
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs)[0], model(*inputs)[0])
     model.train()
     expected, grads = run(first, (model,), model)
     checkpoint()
     assert_same_bits(run(first, (model,), model), (expected, grads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_models_of_libraries_compile(library):
+    build, positions = LIBRARIES[library]
+    torch.manual_seed(0)
+    model, inputs, _ = build()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    adapt_attention(model.eval(), "rotate", positions)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs)[0], model(*inputs)[0])
 
 
 # --- around the model ------------------------------------------------------------------------------------------------

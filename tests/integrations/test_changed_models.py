@@ -147,6 +147,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes(name, when):
@@ -274,6 +275,7 @@ def test_group_offload_of_a_diffusion_model(when, tmp_path):
             torch.testing.assert_close(model(**given)[0], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_default_dtype_does_not_spoil_the_process():
     """The cache of a function must not depend on the default dtype, so this runs in a separate process."""
     pytest.importorskip("diffusers")

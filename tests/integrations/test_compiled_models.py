@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from parametrizing import slow_except
 from torch._dynamo.testing import CompileCounter
 
 from lrpe_md import adapt_rotary
@@ -36,7 +37,7 @@ CASES = {name: partial(transformers_model, name) for name in OF_TRANSFORMERS}
 CASES |= {f"naflexvit, {name}": partial(naflex, name) for name in NAFLEX}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(["qwen3", "dinov3_vit", "naflexvit, mixed"], CASES))
 @pytest.mark.filterwarnings("ignore")
 def test_compiling_breaks_no_graph_that_the_original_keeps(name):
     model, call = CASES[name]()
@@ -72,7 +73,7 @@ def augmented_timm():
     return model, lambda m: m(IMAGE)
 
 
-@pytest.mark.parametrize("make", [augmented_transformers, augmented_timm])
+@pytest.mark.parametrize("make", slow_except([augmented_timm], [augmented_transformers, augmented_timm]))
 @pytest.mark.filterwarnings("ignore")
 def test_nor_where_positions_are_drawn_in_training(make):
     model, call = make()

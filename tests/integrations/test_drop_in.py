@@ -7,6 +7,7 @@ import inspect
 import pytest
 import rotary_functions as rf
 import torch
+from parametrizing import slow_except
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -548,7 +549,10 @@ def test_the_random_state_is_left(launches):
 # --- compilers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*SOME, "torchtune, positions", "lightning", "timm, half"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["hf_llama", "torchtune, positions"], [*SOME, "torchtune, positions", "lightning", "timm, half"]),
+)
 def test_compile(name, launches):
     """The drop-in compiles to one graph, even for new kinds of arguments."""
     torch._dynamo.reset()

@@ -237,6 +237,7 @@ def test_the_gradient_of_a_packed_projection(map, batched, num_key_heads, device
     assert torch.equal(found, expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"act": "silu", "normalizer": "none"}], ids=str)
 @pytest.mark.parametrize("shape", [(6, 6), (20, 20)], ids=["one pass", "two"])
 @pytest.mark.parametrize("map", [*MAPS, None])
@@ -302,6 +303,7 @@ def test_gradients_that_are_not_in_place(used, device):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @parametrize_each(
     "how impl options", [("none", False), ("silu", True)], ["reference", "triton"], [{}, {"masked": True}]
@@ -325,6 +327,7 @@ def test_compiled(how, impl, options, device):
 DEPTHS = {"eager": 2, "checkpointing": 2, "compiled": 1, "qk_norm": 2}  # compiling takes long for each block
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("encoding", ["rotate", "cosine", "mixed"])
 @pytest.mark.parametrize("how", DEPTHS)
 def test_a_vision_transformer(encoding, how, device):
@@ -362,6 +365,7 @@ def make_lm(keep_encoded, depth):
     return CausalLm(config), (torch.randint(0, 256, (2, 12)),)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("make", [make_dit, make_lm])
 def test_other_backbones(make, how, device):

@@ -7,6 +7,7 @@ import lrpe_md.models.vit  # noqa: F401  timm's entries
 import pytest
 import timm
 import torch
+from parametrizing import slow_except
 
 from lrpe_md import adapt, adapt_rotary
 
@@ -61,7 +62,7 @@ def any_size(x):
 OTHER = [(2, 7, 3), (1, 14, 14), (3, 2, 5)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=slow_except(["a timm ViT"], MODELS))
 def exported(request):
     """Return a name, a model, and its program for any size. The export takes as long as all of the tests below."""
     model, x = build(request.param), image(request.param, 2, 4, 6)

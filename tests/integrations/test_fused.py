@@ -74,6 +74,7 @@ CHANGES = {
 PLAIN = ("eps", "a weight")  # settings that prevent fusing
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan video", "Qwen3VL"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_norms_that_change_after_adapting(name, change, launches):

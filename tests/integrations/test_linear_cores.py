@@ -150,6 +150,7 @@ def test_kernels(name, calls):
     assert {options["impl"] for options in calls} == {"triton"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_compiling(name):
     """There is one graph, and forward and backward agree with the original."""

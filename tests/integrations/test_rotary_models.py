@@ -15,6 +15,7 @@ import warnings
 
 import pytest
 import torch
+from parametrizing import slow_except
 from torch import nn
 
 from lrpe_md import adapt_rotary, rotate
@@ -638,7 +639,7 @@ ALL = {
 SMALL_WAN = (lambda: wan(num_layers=1), call_wan, lambda: torch.randn(2, 4, 2, 4, 6))  # its norm is over all heads
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", slow_except(["wan", "mixed", "Qwen2VL"], ALL))
 def test_kernels(name, monkeypatch):
     """The Triton kernels run in the interpreter."""
     build, call, x = SMALL_WAN if name == "wan" else ALL[name]
@@ -667,7 +668,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", slow_except(["dinov3"], COMPILED))
 def test_compiling_breaks_no_graph_that_the_original_keeps(name):
     """This covers the forward, training, and the gradients of the compiled model."""
     build, call, x = COMPILED[name]

@@ -1,7 +1,8 @@
 """Inspect the code that Inductor generates for the operators, without a GPU: ``python tests/kernels/inductor.py``.
 
 The script traces calls on fake CUDA tensors, lets Inductor generate code, and compiles its kernels for sm_90. A
-description of an H100 replaces the driver. It prints one JSON line per case, for test_compiled.py.
+description of an H100 replaces the driver. It prints one JSON line per case, for test_compiled.py. Arguments are names
+of cases; without them, it runs all cases.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import linecache
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -388,8 +390,8 @@ def main() -> None:
         reorder_for_locality=False,  # only for programs without gradients
     )  # fmt: skip
     with settings, torch._functorch.config.patch(enable_autograd_cache=False):  # pyright: ignore[reportAttributeAccessIssue]
-        for name, changes in CASES.items():
-            case = SimpleNamespace(**{**BASE, **changes})
+        for name in sys.argv[1:] or CASES:
+            case = SimpleNamespace(**{**BASE, **CASES[name]})
             torch.compiler.reset()
             with nullcontext() if case.limits else mock.patch.object(compiled, "_takes_options", return_value=False):
                 ((code, loose),) = write_code(*build(case), case.dynamic)

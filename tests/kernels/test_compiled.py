@@ -58,13 +58,16 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def test_code_without_a_gpu(tmp_path):
+def inspect_code(folder, *cases):
+    """Return what inductor.py prints of cases, by their names."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, timeout=500)
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    done = subprocess.run([sys.executable, str(SCRIPT), *cases], capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 0, done.stderr
-    rows = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(rows) == 50
+    return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
+
+
+def check_launches(rows):
     for name, row in rows.items():
         if name in BY_OPERATOR:
             assert not row["launches"], row
@@ -77,6 +80,21 @@ def test_code_without_a_gpu(tmp_path):
         assert set(row["registers"]) == set(row["launches"]), row
         assert not row["contracted"], f"{name}: the compiler fuses products into sums"
         assert row["by_torch"] == row["defined"], f"{name}: Inductor does not launch a kernel itself"
+
+
+def test_launches_without_a_gpu(tmp_path):
+    rows = inspect_code(tmp_path, "rotate", "norm backward weights", "any size")
+    assert len(rows) == 3
+    check_launches(rows)
+    assert rows["rotate"]["arguments"] == [5]
+    assert rows["norm backward weights"]["arguments"] == [10, 3]
+
+
+@pytest.mark.slow
+def test_code_without_a_gpu(tmp_path):
+    rows = inspect_code(tmp_path)
+    assert len(rows) == 50
+    check_launches(rows)
     by_launchers = [name for name, row in rows.items() if row["launchers"]]
     without = ["norm backward weights without limits", "joined with another by a launcher, weights"]
     assert by_launchers == without or (NO_LIMIT and set(without) <= set(by_launchers))
@@ -130,12 +148,13 @@ def split_by_views(qkv, num_key_heads):
     return split_projection(qkv, num_key_heads)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_key_heads", [None, 2])
 @pytest.mark.parametrize(
     ("kind", "device", "language"),
     [
         *product(KINDS, ["cpu"], [None]),
-        ("softmax", "cpu", "C++"),
+        pytest.param("softmax", "cpu", "C++", marks=pytest.mark.slow),
         *(pytest.param(*each, marks=pytest.mark.gpu) for each in product(KINDS, ["cuda"], ["Python", "C++"])),
     ],
 )
@@ -236,12 +255,20 @@ def export_model(model, x):
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_exported_programs(map, device):
-    """Exported programs and Inductor's C++ wrapper call the operator."""
+    """Exported programs call the operator."""
     model, x = Model(map, "triton").to(device), torch.randn(2, 13, 3, 4, 16, device=device)
     with torch.no_grad():
         check_outputs(export_model(model, x).module()(x), model(x), device)
-        with torch._inductor.config.patch(cpp_wrapper=True):
-            check_outputs(torch.compile(model, fullgraph=True)(x), model(x), device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("map", MAPS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_programs_in_cpp(map, device):
+    """Inductor's C++ wrapper calls the operator."""
+    model, x = Model(map, "triton").to(device), torch.randn(2, 13, 3, 4, 16, device=device)
+    with torch.no_grad(), torch._inductor.config.patch(cpp_wrapper=True):
+        check_outputs(torch.compile(model, fullgraph=True)(x), model(x), device)
 
 
 PLAIN_PACKAGE = """
@@ -253,6 +280,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_aot_inductor_programs(map, device, tmp_path):
@@ -373,6 +401,7 @@ def attend(qkv, omega, encoding, size):
     return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "dtype", "size"),
     [

@@ -13,6 +13,7 @@ from lrpe_md.engine.encode import plan as plans
 from lrpe_md.engine.kernels.signature import pack_numbers
 from lrpe_md.testing import Case, bind, make_inputs
 
+pytestmark = pytest.mark.sampled
 FULL = Case("rotate", (5, 7), tables="full", suffix=2)
 PAIRS = replace(FULL, tables="pairs")
 COSINE = replace(PAIRS, map="cosine")
@@ -92,6 +93,7 @@ def test_norms(change, case, pairs, layout):
     assert not violations(replace(case, pairs=pairs, tables_layout=layout, act="silu", **change))
 
 
+@pytest.mark.slow
 @parametrize_each("name case", list(CUTS), [FULL, COSINE])
 def test_every_work_partition(monkeypatch, count_launches, name, case):
     cut = CUTS[name]

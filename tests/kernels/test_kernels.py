@@ -16,6 +16,7 @@ from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.kernels.signature import LONG_STRIDE
 from lrpe_md.testing import Case, check, make_inputs, run
 
+pytestmark = pytest.mark.sampled
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

@@ -22,7 +22,10 @@ from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.reference import ACTIVATIONS
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs
 
-pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+pytestmark = [
+    pytest.mark.sampled,
+    pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)"),
+]
 
 # For "encoded", small angles and positive weights keep z away from 0.
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}
@@ -427,7 +430,7 @@ PARTS_OF_THE_COSINE_MAP = [
 )  # fmt: skip
 def test_cosine_map_of_some_channels(changes, normalizer, mask, cut):
     """Check values, states in the documented order of channels, and all gradients."""
-    case = LinearCase(mask=mask, block=5, act="softplus", gate="float", normalizer=normalizer, base=1e8)
+    case = LinearCase(mask=mask, block=5, batch=1, act="softplus", gate="float", normalizer=normalizer, base=1e8)
     with_state = mask != "full" or cut != "one pass"
     steady = normalizer != "encoded"  # a random state could bring its denominator close to 0
     assert_within_budget(replace(case, state=with_state and steady, return_state=with_state, **changes))
@@ -465,7 +468,7 @@ CAUSAL = [
 
 @parametrize_each("changes state cut", CAUSAL, [False, True], MASKED, fixtures=["cut"])
 def test_causal(changes, state, cut):
-    changes = {"act": "softplus", **changes}
+    changes = {"act": "softplus", "batch": 1, **changes}
     assert_within_budget(LinearCase(mask="causal", state=state, return_state=state, **changes))
 
 
@@ -474,8 +477,8 @@ BLOCKS = [{"prefix": 0}, {"prefix": 2, "suffix": 3}, {"map": "rotate", "gate": "
 
 @parametrize_each("changes state cut", BLOCKS, [False, True], MASKED, fixtures=["cut"])
 def test_blocks(changes, state, cut):
-    changes = {"act": "softplus", **changes}
-    assert_within_budget(LinearCase(mask="block", shape=(4, 5), block=5, state=state, return_state=state, **changes))
+    case = LinearCase(mask="block", shape=(4, 5), block=5, batch=1, state=state, return_state=state)
+    assert_within_budget(replace(case, **{"act": "softplus", **changes}))
 
 
 @pytest.mark.parametrize("normalizer", ["unrotated", "none"])

@@ -12,7 +12,10 @@ from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.reference import ACTIVATIONS
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
-pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+pytestmark = [
+    pytest.mark.sampled,
+    pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)"),
+]
 
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}
 KINDS, CUTS = ("rms", "layer"), ("one pass", "many pieces")
@@ -123,7 +126,12 @@ CAUSAL = [
 @parametrize_each("changes state cut", CAUSAL, [False, True], CUTS, fixtures=["cut"])
 def test_causal(changes, state, cut):
     assert_within_budget(
-        LinearCase(mask="causal", state=state, return_state=state, **{"act": "softplus", "norm": "layer", **changes})
+        LinearCase(
+            mask="causal",
+            state=state,
+            return_state=state,
+            **{"batch": 1, "act": "softplus", "norm": "layer", **changes},
+        )
     )
 
 
@@ -160,7 +168,7 @@ def test_gated_tokens_do_not_affect_weight_gradients(cut):
 
 
 def test_deterministic(cut):
-    inputs = make_linear_inputs(LinearCase("rotate", (6, 7), norm="layer", mask="causal"))
+    inputs = make_linear_inputs(LinearCase("rotate", (6, 7), batch=1, norm="layer", mask="causal"))
     first, second = run_linear(inputs, "triton"), run_linear(inputs, "triton")
     assert all(torch.equal(first[name], second[name]) for name in first)
 

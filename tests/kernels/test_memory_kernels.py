@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from parametrizing import slow_except
 
 pytest.importorskip("triton")
 
@@ -15,7 +16,10 @@ from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
-pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+pytestmark = [
+    pytest.mark.sampled,
+    pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)"),
+]
 
 BLOCK = LinearCase("rotate", (4, 5), batch=1, heads=(2, 1), mask="block", block=5, decay="block")
 DELTA = replace(BLOCK, rule="delta")
@@ -64,9 +68,9 @@ def test_maps_and_normalizers(name, normalizer, case, directions):
 
 CHANGES = [
     # With seed 0, z is 0.002 at a token that only sees itself. Its gradient cancels from terms 500 times as large.
-    {"decay": "none", "rule": "delta"}, {"decay": "head", "heads": (4, 2), "batch": 2, "seed": 1},
+    {"decay": "none", "rule": "delta"}, {"decay": "head", "heads": (2, 2), "batch": 2, "seed": 1},
     {"prefix": 3, "suffix": 2},
-    {"prefix": 0}, {"shape": (1, 5)}, {"heads": (6, 3), "batch": 2, "gate": "float", "gate_heads": 3},
+    {"prefix": 0}, {"shape": (1, 5)}, {"heads": (4, 2), "gate": "float", "gate_heads": 2},
     {"gate": "nan", "phase": "both"}, {"gate": "bool", "omega_heads": 1, "amplitude_heads": 1}, {"v_dim": 24},
     {"rotary_dim": slice(4, 14)}, {"head_dim": 24}, {"head_dim": 80, "v_dim": 8}, {"layout": "odd"},
     {"coords": "shared", "batch": 2}, {"norm": "rms"}, {"norm": "layer", "norm_groups": 2, "gate": "float"},
@@ -75,7 +79,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("case", [BLOCK, DELTA], ids=["add", "delta"])
-@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("changes", slow_except(CHANGES[::2], CHANGES), ids=str)
 def test_arguments(changes, case, many_pieces):
     assert_within_budget(replace(case, **changes))
 
@@ -84,7 +88,7 @@ def test_arguments(changes, case, many_pieces):
 @pytest.mark.parametrize("normalizer", ["unrotated", "none"])
 def test_states(normalizer, case, many_pieces):
     assert_within_budget(
-        replace(case, normalizer=normalizer, state=True, return_state=True, heads=(4, 2), batch=2, prefix=2)
+        replace(case, normalizer=normalizer, state=True, return_state=True, heads=(2, 1), batch=2, prefix=2)
     )
 
 
@@ -133,7 +137,7 @@ def test_backward_forms_again_what_was_not_kept(monkeypatch):
 
 
 def test_gradients_are_deterministic():
-    inputs = make_linear_inputs(replace(DELTA, heads=(4, 2), batch=2, gate="float"))
+    inputs = make_linear_inputs(replace(DELTA, heads=(2, 1), batch=2, gate="float"))
     first, second = run_linear(inputs, "triton"), run_linear(inputs, "triton")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -152,8 +156,9 @@ def test_tokens(name, normalizer):
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"decay": "head", "heads": (4, 2), "batch": 2}, {"gate": "nan", "heads": (2, 2), "gate_heads": 2},
-        {"gate": "float", "normalizer": "none"}, {"shape": (1,), "prefix": 0}, {"shape": (150,)},
+        {}, {"decay": "head", "heads": (4, 2)}, {"gate": "nan", "heads": (2, 2), "gate_heads": 2},
+        {"gate": "float", "normalizer": "none"}, {"shape": (1,), "prefix": 0},
+        pytest.param({"shape": (150,)}, marks=pytest.mark.slow),
         {"dtype": torch.float64}, {"head_dim": 24, "v_dim": 8}, {"norm": "rms", "phase": "both"},
     ],
     ids=str,

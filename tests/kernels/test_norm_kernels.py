@@ -11,6 +11,7 @@ from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
 from lrpe_md.testing import Case, check, make_inputs, run
 
+pytestmark = pytest.mark.sampled
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 OVER, KINDS = ("head", "heads"), ("rms", "layer")
 # Over all heads the interpreter processes tokens one by one. There are few, but more than the 16 of both samples that

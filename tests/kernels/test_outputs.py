@@ -29,6 +29,7 @@ def copies(monkeypatch):
     return seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("form", FORMS)
 def test_slices_of_a_cache(form, impl, copies):
@@ -45,6 +46,7 @@ def test_slices_of_a_cache(form, impl, copies):
     assert len(copies) == (0 if written else sum(job.placed))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("form", FORMS)
 def test_offsets_read_on_the_device(form, impl, copies):
@@ -152,6 +154,7 @@ def test_modules_write_into_a_cache():
 # --- under torch.compile ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("start", [False, True])
 def test_compiled(dynamic, start):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import lrpe_md
 
 PACKAGE = Path(lrpe_md.__file__).parent
@@ -97,6 +99,7 @@ for act in ("relu", "square"):
 """
 
 
+@pytest.mark.slow
 def test_missing_branch_does_not_compile(tmp_path):
     for i, (branches, where) in enumerate([((), "activate"), ((FORWARD,), "activate_backward")]):
         done = run(copy_with(tmp_path / str(i), *branches), COMPILE)

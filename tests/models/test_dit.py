@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from parametrizing import slow_except
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call, jvp
@@ -258,7 +259,12 @@ def test_padding_is_a_gate_of_linear_attention():
         LinearAttention(encoding)(q, k, v, Grid((6,)), gate=mask[:, None])
 
 
-@pytest.mark.parametrize("name", ["text on an axis", "diagonal, linear", "flux1", "lumina2", "qwen_image"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ["text on an axis", "qwen_image"], ["text on an axis", "diagonal, linear", "flux1", "lumina2", "qwen_image"]
+    ),
+)
 def test_positions_compile_once_for_all_sizes(name):
     def f(image, mask):
         placed = model.positions(image.shape, mask.shape[1], mask=mask)
@@ -273,6 +279,7 @@ def test_positions_compile_once_for_all_sizes(name):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_sizes():
     torch._dynamo.reset()
     counter, model = CompileCounter(), dit(depth=1, absolute="sincos", **ENCODINGS["text on an axis"])
@@ -455,7 +462,7 @@ def test_every_condition_trains(name):
     torch.testing.assert_close(other(x, t, again), model.eval()(x, t, text))
 
 
-@pytest.mark.parametrize("name", ["labels", "features"])
+@pytest.mark.parametrize("name", slow_except(["features"], ["labels", "features"]))
 def test_conditions_in_one_compiled_graph(name):
     model, x, t, text, _ = conditioned(name, depth=1)
     counter = CompileCounter()

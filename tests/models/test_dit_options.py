@@ -139,6 +139,7 @@ def test_checkpointing_recomputes_every_block(name):
     assert [calls.count(block) for block in model.blocks] == [2, 2]
 
 
+@pytest.mark.slow
 @parametrize_options
 def test_one_graph_for_all_sizes(name):
     torch._dynamo.reset()

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from parametrizing import slow_except
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -284,6 +285,7 @@ def test_a_stream_equals_the_whole_video_at_constant_memory(name, attention):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_a_thousand_frames(rule):
     """If a model forgets, its state stays bounded. A plain sum grows with the number of frames."""
@@ -348,7 +350,7 @@ def test_every_parameter_learns_also_with_checkpointing(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", slow_except(["causal"], LEARNING))
 def test_one_graph(name):
     torch._dynamo.reset()
     (build, run), x, counter = LEARNING[name], clip(2), CompileCounter()
@@ -358,6 +360,7 @@ def test_one_graph(name):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_stream_of_a_hybrid_compiles_once():
     torch._dynamo.reset()

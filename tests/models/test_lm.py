@@ -9,6 +9,7 @@ import pytest
 import torch
 from lrpe_md.models.lm import CausalLm, Context, LmConfig
 from lrpe_md.models.lm_decode import Decoder, generate, left_pad, sample
+from parametrizing import slow_except
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -63,6 +64,7 @@ def some_tokens(batch: int = 2, length: int = 3 * TRAINED, device: str = "cpu") 
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @every_attention
 @every_encoding
 @torch.no_grad()
@@ -234,7 +236,7 @@ def test_linear_state_does_not_grow() -> None:
     assert [[tuple(t.shape) for t in layer] for layer in hybrid] == [[(1, 2, 16, 8)], [(1, 2, 9, 16), (1, 2, 9, 8)]]
 
 
-@every_attention
+@pytest.mark.parametrize("attention", slow_except(["softmax", "linear"], ATTENTIONS))
 @torch.no_grad()
 def test_steps_and_scalings_do_not_recompile(attention: str) -> None:
     torch.compiler.reset()

@@ -389,7 +389,11 @@ def test_head_of_other_classes_is_inflated():
 @pytest.mark.parametrize(
     ("kwargs", "references"),
     [
-        ({"encoding": "wan", "absolute": "sincos", "space_time": "factorised"}, (None, (4, None, 2))),
+        pytest.param(
+            {"encoding": "wan", "absolute": "sincos", "space_time": "factorised"},
+            (None, (4, None, 2)),
+            marks=pytest.mark.slow,
+        ),
         ({"encoding": "mixed", "absolute": "learned", "attention": "linear"}, (None,)),
     ],
 )
@@ -721,6 +725,7 @@ def test_positions_of_a_stream_stay_in_the_window(monkeypatch):
     assert max(float(where.coordinates()[:, 0].max()) for where in seen) == 8
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_stream_in_a_full_window_compiles_once():
     torch._dynamo.reset()

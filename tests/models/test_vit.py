@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from parametrizing import slow_except
 from torch import nn
 
 from lrpe_md import Coordinates, CosineMd, Grid, LinearAttention, PresetMd, RotateMd, Tokens, preset, rotate
@@ -1009,7 +1010,7 @@ def test_strict_load_refuses_other_names():
         model.load_state_dict({**state, "other": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+@pytest.mark.parametrize("size", slow_except(["tiny"], ["tiny", "small", "base", "large"]))
 def test_pretrained_weights_equal_timms(size):
     ours, theirs = (timm.models.get_pretrained_cfg(f"{prefix}vit_{size}_patch16_224") for prefix in ("lrpe_", ""))
     for name in ("hf_hub_id", "mean", "std", "crop_pct", "num_classes", "tag"):
@@ -1123,8 +1124,8 @@ def test_adapt_twice():
     "kwargs",
     [
         {"encoding": "cosine"},
-        {"encoding": "mixed", "attention": "linear"},
-        {"encoding": "rotate", "absolute": "sincos"},
+        pytest.param({"encoding": "mixed", "attention": "linear"}, marks=pytest.mark.slow),
+        pytest.param({"encoding": "rotate", "absolute": "sincos"}, marks=pytest.mark.slow),
     ],
 )
 def test_one_graph_for_all_sizes(kwargs):
@@ -1157,7 +1158,10 @@ def test_compile_training_with_checkpointing():
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kwargs", [{"encoding": "cosine"}, {"encoding": "mixed", "absolute": "sincos"}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"encoding": "cosine"}, pytest.param({"encoding": "mixed", "absolute": "sincos"}, marks=pytest.mark.slow)],
+)
 def test_export(kwargs):
     model, x = lrpe_vit(**kwargs), image(16, 24)
     h, w = (4 * torch.export.Dim(name, min=2, max=64) for name in ("h", "w"))

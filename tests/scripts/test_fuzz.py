@@ -21,16 +21,18 @@ from lrpe_md.reference import ACTIVATIONS
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
 
 
+@pytest.mark.parametrize("seeds", [range(10_000, 10_010), pytest.param(range(10_010, 10_050), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["linear", "maps"])
-def test_the_reference_agrees(kind):
-    for seed in range(10_000, 10_050):
+def test_the_reference_agrees(kind, seeds):
+    for seed in seeds:
         assert_agrees(draw(seed, kind, Limits()), "reference")
 
 
 @interpreted
+@pytest.mark.parametrize("seeds", [range(20_000, 20_004), pytest.param(range(20_004, 20_016), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["linear", "maps"])
-def test_the_kernels_agree(kind):
-    for seed in range(20_000, 20_016):
+def test_the_kernels_agree(kind, seeds):
+    for seed in seeds:
         assert_agrees(draw(seed, kind, Limits(16, 16, copies=2)), "triton")
 
 

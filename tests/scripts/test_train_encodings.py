@@ -17,6 +17,7 @@ from lrpe_md.scripts.train.checkpoint import digest_of
 from lrpe_md.scripts.train.config import settings_of
 from lrpe_md.scripts.train.encodings import IMAGES, TEXT, split_list, split_options
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, video
+from parametrizing import slow_except
 from typer.testing import CliRunner
 
 from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, list_presets, register_scheme
@@ -107,7 +108,7 @@ def test_options_after_the_name():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("task", CONFIGS)
+@pytest.mark.parametrize("task", slow_except(["digits", "lm"], CONFIGS))
 def test_every_preset_is_taken_or_refused_with_the_models_reason(task):
     taken = set()
     for name in list_presets():
@@ -230,7 +231,7 @@ def test_ablate_tries_every_encoding_before_it_trains_the_first(tmp_path, monkey
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", slow_except([1], [1, 2]))
 def test_ablate_compares_presets_options_and_registered_schemes(tmp_path, registered, workers):
     out, given = tmp_path / "out", ["rotate:base=30,split=1,1", "rope_vit_axial", registered, "softmax/none"]
     run = [word for name in given for word in ("-e", name)]

@@ -35,6 +35,7 @@ from lrpe_md.scripts.train.generation import Evaluation
 from lrpe_md.scripts.train.tasks import diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining
 from lrpe_md.scripts.train.vae import Decoder, load_vae
+from parametrizing import slow_except
 from PIL import Image
 from test_train_image import write_folders, write_idx
 from train_commands import Killed, die_after, invoke, output_of
@@ -486,7 +487,7 @@ def test_labels_have_no_text_to_read(data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(["latents", "bucketed clips"], KINDS))
 def test_a_killed_training_resumes_bit_equal(data, tmp_path, monkeypatch, kind):
     """A run that was killed after its checkpoint ends with the same weights as an uninterrupted one."""
     options = {**data[kind], "accumulate": 2}
@@ -513,7 +514,7 @@ def read_means(latents: Latents, indices: np.ndarray, size: int, draws: Any = No
     return torch.from_numpy(mean[latents.assignment.rows[indices], 0]).float()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(["latents", "bucketed clips"], KINDS))
 def test_micro_batches_and_the_whole_batch_agree(data, tmp_path, monkeypatch, kind):
     """Times and noise are drawn for each micro-batch. If they are fixed, the gradients agree."""
 

@@ -189,7 +189,7 @@ def test_wrong_layers_and_memories(tmp_path, task, given, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_comparisons_by_layer(tmp_path):
+def test_encodings_are_selected_by_layer():
     chosen = TASKS["image"]
     assert select_encodings(chosen, None, [HYBRID], False) == {HYBRID: list(chosen.compared["linear"])}
     assert select_encodings(chosen, [f"{HYBRID}/cosine-relu"], None, False) == {HYBRID: ["cosine-relu"]}
@@ -198,6 +198,10 @@ def test_comparisons_by_layer(tmp_path):
         select_encodings(chosen, ["linear,sparse/rotate"], None, False)
     with pytest.raises(typer.BadParameter, match="--attention: unknown 'sparse'"):
         select_encodings(chosen, None, ["linear,sparse"], False)
+
+
+@pytest.mark.slow
+def test_compare_by_layer(tmp_path):
     command = ["run", "digits", "--smoke", "--seeds", "1", "--device", "cpu", "-e", "rotate", "--out", tmp_path / "out"]
     command += ["--attention", f"linear,{HYBRID}", "--attention", "softmax"]
     done = CliRunner().invoke(ablate, list(map(str, command)), env={"COLUMNS": "200"})

@@ -292,6 +292,7 @@ def worker(rank: int, ports: list[int], out: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)

@@ -314,6 +314,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path):
     assert not (config.out / "checkpoint.pt").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_the_command(tmp_path):
     """The first Ctrl-C saves a checkpoint, the message says how to resume, and the same command resumes."""
     out = tmp_path / "run"

@@ -281,6 +281,7 @@ def test_the_gate_of_a_delta_layer_is_limited(encoding: str, tmp_path: Path, mon
     assert max(seen) > 0.3
 
 
+@pytest.mark.slow
 def test_a_small_softmax_model_learns_both_kinds_of_questions(tmp_path: Path) -> None:
     result = recall.run(
         config(

@@ -233,6 +233,7 @@ def test_two_trainings_on_one_folder(tmp_path):
     digits.run(config)  # the lock is released
 
 
+@pytest.mark.slow
 def test_kill_while_saving_leaves_no_incomplete_file(tmp_path):
     script = (
         "import sys, time, torch\n"

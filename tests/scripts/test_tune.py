@@ -9,6 +9,7 @@ from lrpe_md.scripts.bench import linear_tune, tune
 from lrpe_md.scripts.bench.app import app
 from lrpe_md.scripts.bench.linear_tune import LinearPlace
 from lrpe_md.scripts.bench.tune import Place, choose_places, large_inputs, search
+from parametrizing import slow_except
 from typer.testing import CliRunner
 
 from lrpe_md.engine.encode.plan import TILES, Pass, Tile
@@ -44,7 +45,7 @@ def test_candidates(place):
         assert {(tile.max_registers, tile.stages) for tile in others} == {(None, 1)}
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", slow_except(PLACES[::9], PLACES), ids=str)
 def test_problem_uses_its_tile(place):
     """A problem doesn't use any other tile in the row. This test runs in the interpreter on few tokens."""
     before = dict(TILES)

@@ -12,6 +12,7 @@ import torch
 from lrpe_md.scripts.visualize import pictures as visualize
 from lrpe_md.scripts.visualize.app import app
 from matplotlib import pyplot as plt
+from parametrizing import slow_except
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -47,7 +48,7 @@ def cells(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list_presets())
+@pytest.mark.parametrize("name", slow_except(["dinov3", "pope", "qwen2_vl_vision", "wan"], list_presets()))
 def test_each_preset_has_a_figure_with_named_axes(name: str):
     view = tiny(name)
     figure = visualize.draw(view)

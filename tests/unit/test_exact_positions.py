@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from parametrizing import COMPILERS
 
 from lrpe_md import After, Before, Coordinates, Grid, Tokens, compose
 
@@ -58,7 +59,14 @@ def test_rounding_down_is_exact_when_compiled():
     compiled = torch.compile(place, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (98, 49, 100, 256, 333, 7):
         assert compiled(torch.zeros(n)).tolist() == [i * 256 // n for i in range(n)], n
-    fixed = torch.compile(lambda x: x + Grid((98,)).interpolate(256).floor().coords[:, 0], fullgraph=True)
+
+
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_rounding_down_is_exact_when_compiled_for_one_size(backend):
+    torch.compiler.reset()
+    fixed = torch.compile(
+        lambda x: x + Grid((98,)).interpolate(256).floor().coords[:, 0], fullgraph=True, backend=backend
+    )
     assert fixed(torch.zeros(98, dtype=torch.float64)).tolist() == [i * 256 // 98 for i in range(98)]
 
 

@@ -197,6 +197,7 @@ def assert_equal(case):
         torch.testing.assert_close(found[name], y, rtol=1e-9, atol=1e-9 * y.abs().max().item(), msg=f"{name}, {case}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
@@ -257,6 +258,7 @@ def attend_in_pieces(case, t, cuts):
     return {"o": torch.cat(found, 2), "S": state[0], **({} if state[1] is None else {"sums": state[1]})}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cuts", [(0, 2, 8, 8, 20, 27), (0, 14, 27), (0, 20, 26, 27)], ids=str)
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
 @pytest.mark.parametrize(("rule", "block"), [("add", SIZE), ("add", None), ("delta", SIZE)])

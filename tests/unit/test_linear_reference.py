@@ -186,6 +186,7 @@ MASKS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
 @pytest.mark.parametrize("map", ["cosine", "rotate", None])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parametrizing import COMPILERS
 from torch.func import jvp
 
 from lrpe_md import CosineMd, Grid, cosine, reference
@@ -106,10 +107,11 @@ def test_jvp():
     torch.testing.assert_close(jvp(call, args, tangents), jvp(formula, args, tangents))
 
 
-def test_compile():
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_compile(backend):
     args = [t.requires_grad_() for t in tensors(2, dtype=torch.float32)]
     torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True)
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
     found, expected = compiled(*args), call(*args)
     torch.testing.assert_close(found, expected)
     for a, b in zip(*(torch.autograd.grad(y.square().sum(), args[1:]) for y in (found, expected)), strict=True):

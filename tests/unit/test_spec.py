@@ -154,6 +154,7 @@ def randn(*size, seed=0):
 GRIDS = [((7,), 8, 8), ((3, 4), 8, 4), ((3, 2), 7, 4), ((2, 3, 2), 8, 3), ((2, 1, 2, 3), 10, 3), ((2, 2), 9, 6)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "d", "e"), GRIDS)
 @pytest.mark.parametrize("l", [0, 1, 5])
 @pytest.mark.parametrize("per_head", [False, True])
@@ -188,6 +189,7 @@ def test_default_axis_order_follows_the_document():
     assert not torch.allclose(y, major)
 
 
+@pytest.mark.sampled
 @parametrize_each(
     "theta_shape offset rotary_dim", ["(h, d/2)", "(d/2)", "(h)"], [0, 3, "by sample"], [None, 4, slice(2, 8)],
 )  # fmt: skip
