@@ -46,7 +46,7 @@ _MOST_ENTRIES = 2**20  # total over all tables, so that an entry is exact in flo
 _MOST_TOKENS = 5  # tokens per axis whose entries are looked up
 _MOST_LAYOUTS = 300
 _MOST_ANSWERS = 6  # give up on a kind of arguments after this many results that are not rotations
-_OWN_TABLES = "if it computes its own tables, use recognise()"
+_OWN_TABLES = "if it computes its own tables from positions, use recognise()"
 _OTHERWISE = "is a rotation for some sizes and values of its arguments, but not for others"
 
 Shapes = tuple[list[Any], list[Any]]  # shape of each x without channels, and of each leaf
@@ -325,6 +325,14 @@ class Reading:
         def call(i: int, x: Tensor) -> Tensor:
             return probe.run([*xs[:i], x, *xs[i + 1 :]], self.leaves)[i]
 
+        zeros = [torch.zeros_like(x) for x in xs]
+        for i, j in itertools.permutations(range(len(xs)), 2):
+            others_zero = [*zeros[:j], xs[j], *zeros[j + 1 :]]
+            if probe.run(others_zero, self.leaves)[i].any() and not probe.run(zeros, self.leaves)[i].any():
+                raise Unlike(
+                    3, f"computes output {i + 1} from tensor {j + 1} instead of only tensor {i + 1}; check whether it "
+                    "uses q in place of k, or k in place of q"
+                )  # fmt: skip
         self.turns = tuple(self.turn(read_pairs(partial(call, i), x)) for i, x in enumerate(xs))
 
     def place(self, numbers: Tensor) -> tuple[int, tuple[Tensor, ...]]:
@@ -500,7 +508,8 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
         except Unlike as e:
             error = e
         except Exception as e:  # a third-party function may raise anything
-            error = Unlike(0, f"raises {type(e).__name__} with all kinds of tables that drop_in knows: {e}")
+            what = f"raises {type(e).__name__} with all kinds of tables that drop_in knows: {e}"
+            error = Unlike(0, f"{what}; {_OWN_TABLES}")
             if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # the sizes are not the cause
                 num_answers = _MOST_ANSWERS
         failure, num_answers = max(failure, error, key=operator.attrgetter("depth")), num_answers + (error.depth >= 4)

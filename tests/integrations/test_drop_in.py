@@ -651,6 +651,11 @@ def q_and_k_opposite(q, k, cos, sin):
     return q * cos + rf.quarter_turn(q) * sin, k * cos - rf.quarter_turn(k) * sin
 
 
+@refused("computes output 2 from tensor 1 instead of only tensor 2; check whether it uses q in place of k")
+def k_from_q(q, k, cos, sin):
+    return q * cos + rf.quarter_turn(q) * sin, k * cos + rf.quarter_turn(q) * sin
+
+
 @refused("known layout|entries of its tables")
 def three_channels_mixed(x, cos, sin):
     return x * cos + rf.quarter_turn(x) * sin + x.roll(1, -1) * sin
@@ -727,13 +732,13 @@ def without_tables(q, k):
     return own_angles(q, None), own_angles(k, None)
 
 
-@refused(r"skips tokens between them; if it computes its own tables, use recognise\(\)")
+@refused(r"skips tokens between them; if it computes its own tables from positions, use recognise\(\)")
 def tables_from_positions(x, positions):
     angles = positions[..., None] * 0.8 ** torch.arange(x.shape[-1])
     return x * angles.cos() + rf.quarter_turn(x) * angles.sin()
 
 
-@refused(r"uses other angles; if it computes its own tables, use recognise\(\)")
+@refused(r"uses other angles; if it computes its own tables from positions, use recognise\(\)")
 def tables_from_frequencies(x, freqs):
     angles = torch.arange(x.shape[-2])[:, None] * torch.cat((freqs, freqs), -1)
     return x * angles.cos() + rf.quarter_turn(x) * angles.sin()
@@ -760,7 +765,7 @@ def positive_tables(x, cos, sin):
     return x * cos.abs() + rf.quarter_turn(x) * sin
 
 
-@refused("raises")
+@refused(r"raises ValueError with all kinds of tables that drop_in knows: no; .* from positions, use recognise\(\)")
 def broken(x, cos, sin):
     raise ValueError("no")
 
