@@ -181,6 +181,7 @@ class LinearAttention(nn.Module):
 
     Raises:
         ValueError: for normalizer="unrotated" with an activation that can be negative.
+        TypeError: for an encoding or decay of another type.
     """
 
     def __init__(
@@ -195,6 +196,11 @@ class LinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_rule(rule, directions)
+        if encoding is not None and not callable(encoding):
+            raise TypeError(
+                f"encoding: expected a module, a function or None, got {encoding!r}; pass a module such as "
+                "RotateMd(head_dim, num_axes)"
+            )
         if decay is not None and not isinstance(decay, nn.Module):
             raise TypeError(
                 f"decay: expected a HeadDecay or another module, got {type(decay).__name__}; pass a tensor to forward"

@@ -207,6 +207,12 @@ def test_unsuitable_normalizers_are_refused():
         LinearAttention(CosineMd(8, 2, act="relu"))(q, k, v)
 
 
+@pytest.mark.parametrize("encoding", ["rotate", 3])
+def test_an_encoding_of_another_type_is_refused(encoding):
+    with pytest.raises(TypeError, match=r"encoding: expected a module, .*, got ('rotate'|3); pass .* RotateMd\("):
+        LinearAttention(encoding)
+
+
 def test_module_interface():
     module = LinearAttention(CosineMd(8, 2, act="relu", learnable=True))
     assert [name for name, _ in module.named_parameters()] == ["encoding.log_theta"]
