@@ -88,10 +88,12 @@ class Decoder:
         """Clear the cache, process the prompts (B, N), and return the logits (B, vocab_size) of the next token.
 
         Raises:
-            ValueError: if there are no tokens, the batch size differs, or the dtype is not an integer.
+            ValueError: if there are no tokens, the batch size differs, the dtype is not an integer, or tokens on the
+                CPU are not in the vocabulary.
             IndexError: if a cache with softmax attention has no room for the tokens.
         """
         check_tokens("prompt", prompt, len(self.token))
+        self._check_values(prompt)
         self._take_room(0, prompt.shape[1])
         self.cache.reset()
         return self.model(prompt, self.cache)[:, -1]
@@ -114,6 +116,16 @@ class Decoder:
             return self._step()
         self.graph.replay()
         return self.logits
+
+    def _check_values(self, prompt: Tensor) -> None:
+        """Check that the tokens are in the vocabulary. On a GPU, this would force a synchronisation."""
+        size = self.model.config.vocab_size
+        if prompt.device.type == "cpu" and not 0 <= prompt.min() <= prompt.max() < size:
+            least, most = prompt.min().item(), prompt.max().item()
+            raise ValueError(
+                f"prompt: expected tokens from 0 to {size - 1}, got values from {least} to {most}; for the bytes of a "
+                "text, pass torch.tensor([list(text.encode())])"
+            )
 
     def _take_room(self, length: int, number: int) -> None:
         """Check that the cache has room. The tokens are counted on the host to avoid a synchronisation."""
@@ -176,7 +188,12 @@ def sample(
 
 def left_pad(prompts: Sequence[Tensor], value: int = 0) -> tuple[Tensor, Tensor]:
     """Pad prompts (N_i,) on the left. Return the batch (B, N) and the number of padding tokens (B,) of each prompt."""
-    if not prompts or any(p.ndim != 1 or not len(p) for p in prompts):
+    if not all(isinstance(p, Tensor) for p in prompts):
+        raise TypeError(
+            f"prompts: expected tensors of integers (N,), got {[type(p).__name__ for p in prompts]}; for the bytes of "
+            "a text, pass torch.tensor(list(text.encode()))"
+        )
+    if len(prompts) == 0 or any(p.ndim != 1 or not len(p) for p in prompts):
         raise ValueError(
             f"prompts: expected at least one prompt (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"
         )

@@ -414,6 +414,12 @@ def test_errors() -> None:
         "top_p: expected more than 0": lambda: generate(model, tokens, 2, top_p=0),
         "cuda_graph: expected a model on a GPU": lambda: generate(model, tokens, 2, cuda_graph=True),
         r"padding: expected integers \(2,\)": lambda: generate(model, tokens, 2, padding=torch.zeros(3).long()),
+        "prompt: expected tokens from 0 to .*, got values from 3 to 300; for": lambda: generate(
+            model, torch.tensor([[3, 300]]), 2
+        ),
+        "prompt: expected tokens from 0 to .*, got values from -1 to -1; for": lambda: generate(
+            model, torch.tensor([[-1]]), 2
+        ),
         "prompts: expected at least one prompt": lambda: left_pad([tokens[0], tokens[0, :0]]),
         "scaling: expected a function that returns theta of shape": lambda: model.rescale(
             lambda theta: (theta[..., :1], 1.0)
@@ -426,6 +432,9 @@ def test_errors() -> None:
     for message, call in {
         r"prompt: expected a tensor of integers \(B, N\), got str; .*torch.tensor\(\[list": lambda: generate(
             model, "hello", 2
+        ),
+        r"prompts: expected tensors of integers \(N,\), got \['str'\]; .*torch.tensor\(list\(text": lambda: left_pad(
+            ["hello"]
         ),
         r"scaling: expected a function of theta, such as partial\(yarn_scaling, .*got 4.0": lambda: model.rescale(4.0),
         r"scaling: expected a function .* got 'yarn'": lambda: model.rescale("yarn"),
