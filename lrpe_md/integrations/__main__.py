@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _make(name: str) -> nn.Module:
     """Build a model from a configuration or a timm name. Raise ValueError or OSError if there is none."""
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
-    config: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    config = _read(path) if path.is_file() else None
     if config is None and "/" not in name:
         import timm
 
@@ -65,6 +65,17 @@ def _make(name: str) -> nn.Module:
     return transformers.AutoModel.from_config(
         transformers.AutoConfig.from_pretrained(name if config is None else str(path))
     )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a configuration. Raise ValueError for any other file."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"expected a configuration, a JSON object, got another kind of file ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"expected a configuration, a JSON object, got {type(config).__name__}")
+    return config
 
 
 if __name__ == "__main__":

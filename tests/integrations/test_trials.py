@@ -239,5 +239,11 @@ def test_the_command(capsys, tmp_path):
     )
     assert command.main(["no_such_model"]) == 2
     assert "expected a configuration, or a model from timm.list_models()" in capsys.readouterr().err
+    for name, content, found in (("text.txt", "To be", "another kind of file"), ("list.json", "[1]", "list")):
+        (tmp_path / name).write_text(content)
+        assert command.main([str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert "expected a configuration" in error
+        assert f"JSON object, got {found}" in error
     with pytest.raises(SystemExit):
         command.main([])
