@@ -40,7 +40,7 @@ from ...common.options import choose
 from ..checkpoint import restore
 from ..config import MODEL, OPTIMISER, RUN, Training, changed, check_width, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
-from ..encodings import MEMORY_HELP, TEXT, Backbone, restore_arguments
+from ..encodings import TEXT, Backbone, restore_arguments
 from ..loop import Trainer
 from ..schedules import Schedule
 from ..work import Work, train
@@ -77,6 +77,9 @@ class LmTraining(Training):
 
     Command: lrpe-md train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
 
+    On two CPU cores, in two minutes: lrpe-md train lm --data TEXT --out runs/tiny --size tiny
+    --length 64 --lengths 64,128 --batch 16 --steps 2000 --lr 1e-2
+
     Cost: 9.5 M parameters. 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations. They take less
     than a minute on an H200 shared with two or three other runs.
 
@@ -101,7 +104,10 @@ class LmTraining(Training):
     data: Path = field(metadata=describe("Text file, or folder of .txt and .md files.", free=True))
     encoding: str = option("rotate", TEXT.help)
     attention: str = option("softmax", TEXT.attention_help)
-    memory: str = option("", MEMORY_HELP)
+    memory: str = option(
+        "", "How linear attention layers forget, as KEY=VALUE,...: decay (retnet, lightning), learnable (true, false). "
+        "By default, they forget nothing."
+    )  # fmt: skip
     size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
     dim: int = option(0, "Embedding width; 0 uses the value from --size.", least=0)
     depth: int = option(0, "Number of blocks; 0 uses the value from --size.", least=0)
