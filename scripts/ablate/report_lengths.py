@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from matplotlib.ticker import MaxNLocator
 
 from ..common.markdown import table
 from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
@@ -104,7 +105,9 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
             row[0].set_yscale("log")  # separates close curves even if one encoding fails badly
             row[0].set_ylabel("bits per byte")
         low, high = axes[0, 0].get_ylim()
-        shown = [n for n in (1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16) if low <= n <= high]
+        shown: Any = [n for n in (1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16) if low <= n <= high]
+        if len(shown) < 2:
+            shown = [n for n in MaxNLocator(4).tick_values(low, high) if low <= n <= high]
         for axis in axes[:, 0]:
             axis.set_yticks(shown, [f"{n:g}" for n in shown])
             axis.minorticks_off()

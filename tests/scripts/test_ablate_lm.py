@@ -104,6 +104,23 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
 def test_shard_errors(shard: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected i/n"):
         parse_shard(shard)
+@pytest.mark.parametrize(("low", "high"), [(2.1, 2.4), (1.95, 2.05), (3.05, 3.9), (1.8, 4.2)])
+def test_the_plot_has_at_least_two_ticks(tmp_path: Path, monkeypatch, low: float, high: float) -> None:
+    rows = [
+        {"encoding": name, "positions": "none", "seed": 0, "size": size, "value": value}
+        for name, value in (("rotate", low), ("cosine", high))
+        for size in ("512", "1024", "1024:0-512", "1024:512-1024")
+    ]
+    figures = []
+    monkeypatch.setattr(report_lengths, "save", lambda figure, path: figures.append(figure))
+    config = {"settings": {"training": {"length": 512}}}
+    report_lengths.plot_lengths(pd.DataFrame(rows), config, tmp_path / "lengths.png")
+    axis = figures[0].axes[0]
+    bottom, top = axis.get_ylim()
+    assert bottom < low < high < top
+    assert sum(bottom <= tick <= top for tick in axis.get_yticks()) >= 2
+
+
 
 
 def test_empty_folder_is_refused(tmp_path: Path) -> None:
