@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from ..common.markdown import table
 from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
+from ..train.tasks.lm import DEFAULT_LENGTHS, count_windows, skipped_lengths
 from .report_sizes import count_seeds, describe_training
 
 
@@ -38,6 +39,18 @@ def ranking(results: Any) -> list[str]:
     return list(longest.groupby("name")["value"].mean().sort_values(kind="stable").index)
 
 
+def describe_evaluation(results: pd.DataFrame, limit: int, lengths: list[int]) -> str:
+    """Say on how many bytes each length is evaluated. Results of earlier versions only contain the limit."""
+    num_bytes = int(results["test_bytes"].max()) if "test_bytes" in results else limit
+    found = [length * count_windows(length, num_bytes) for length in lengths]
+    if len(set(found)) == 1:
+        return f"Each length is evaluated on the same {found[0]:,} bytes."
+    return (
+        f"Each length is evaluated on adjacent windows at the start of the held-out text, {min(found):,} to "
+        f"{max(found):,} bytes in total."
+    )
+
+
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
     """Render the table, including the baseline. Rows are sorted by the result at the longest length."""
     settings = config["settings"]
@@ -53,11 +66,13 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
         f"The table lists bits per byte of held-out text, {scheme}. Columns are lengths in bytes, and rows are "
-        f"sorted by the longest length. {describe_training(settings)} Training windows have {trained} bytes. Each "
-        f"length is evaluated on the same {training['test_bytes']:,} bytes. In rows with + linear, + ntk or + yarn, "
+        f"sorted by the longest length. {describe_training(settings)} Training windows have {trained} bytes. "
+        f"{describe_evaluation(results, training['test_bytes'], lengths)} In rows with + linear, + ntk or + yarn, "
         f"frequencies are scaled without further training, by a factor of length / {trained}.",
         "",
     ]
+    if skipped := skipped_lengths(training.get("lengths", DEFAULT_LENGTHS), lengths):
+        lines[0] += f" Lengths without results, because they are too long for the held-out text: {skipped}."
     rows = [
         [name, f"{fixed.params[name]:,}", *(cell.format(*stats.loc[(name, n)]) for n in lengths)]
         for name in ranking(results)

@@ -455,7 +455,7 @@ def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
     rows = []
     for file in files:
         run = read_json(file)
-        same = {key: run[key] for key in COLUMNS}
+        same = {key: run[key] for key in COLUMNS} | {key: run[key] for key in ("test_bytes",) if key in run}
         for name, values in run["values"].items():
             rows += [{**same, series: name, "size": size, "value": v} for size, v in values.items()]
     return pd.DataFrame(rows)

@@ -52,6 +52,8 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
     assert set(longest[longest["last"] < 64]["first"]) == {0, 1, 2, 4, 8, 16}
     table = (out / "table.md").read_text()
     assert table in second.output
+    # 5% of the text are held out: 111 bytes, of which the last is only a target.
+    assert "adjacent windows at the start of the held-out text, 64 to 96 bytes in total." in table
     assert "| rotate + yarn | " in table
     assert table.count("±") == 1 + len(variants) * 3
     assert 5_000 < (out / "lengths.png").stat().st_size < 300_000
@@ -90,6 +92,8 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
     here = {"gpu": "A GPU", "cpu": "", "torch": "2.11", "commit": "0123456789abcdef"}
     config = {"settings": {"task": "lm", "seeds": 2, "training": training}, "environments": [here]}
     lines = report_lengths.markdown(pd.DataFrame(rows), config, "rotate").splitlines()
+    assert "Each length is evaluated on the same 1,024 bytes." in lines[0]
+    assert "Lengths without results, because they are too long for the held-out text: 2,048, 4,096, 8,192." in lines[0]
     assert "trained for 2,000 steps, at batch size 64 and learning rate 0.001, in bf16." in lines[0]
     assert lines[2:6] == [
         "| encoding | parameters | 512 | 1,024 |",
@@ -100,10 +104,6 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
     assert "Measured on A GPU, torch 2.11, commit 0123456789ab; each run took 30 to 30 s." in lines
 
 
-@pytest.mark.parametrize("shard", ["1/1", "a/2", "2", "-1/2", "0/0"])
-def test_shard_errors(shard: str) -> None:
-    with pytest.raises(typer.BadParameter, match="expected i/n"):
-        parse_shard(shard)
 @pytest.mark.parametrize(("low", "high"), [(2.1, 2.4), (1.95, 2.05), (3.05, 3.9), (1.8, 4.2)])
 def test_the_plot_has_at_least_two_ticks(tmp_path: Path, monkeypatch, low: float, high: float) -> None:
     rows = [
@@ -121,6 +121,10 @@ def test_the_plot_has_at_least_two_ticks(tmp_path: Path, monkeypatch, low: float
     assert sum(bottom <= tick <= top for tick in axis.get_yticks()) >= 2
 
 
+@pytest.mark.parametrize("shard", ["1/1", "a/2", "2", "-1/2", "0/0"])
+def test_shard_errors(shard: str) -> None:
+    with pytest.raises(typer.BadParameter, match="expected i/n"):
+        parse_shard(shard)
 
 
 def test_empty_folder_is_refused(tmp_path: Path) -> None:

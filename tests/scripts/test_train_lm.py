@@ -294,6 +294,28 @@ def test_the_trained_length_and_sizes_of_the_model(file: Path, tmp_path: Path) -
         train_lm.run(again)
 
 
+def test_default_lengths_beyond_the_held_out_text_are_skipped(tmp_path: Path, capsys) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(LINES) * 150)
+    found = config(text, tmp_path / "run", lengths=train_lm.DEFAULT_LENGTHS)
+    result = train_lm.run(found)
+    held_out = len(load_text(text).validation)
+    assert 1024 < held_out <= 2048
+    assert sorted({row["length"] for row in result["evaluation"]}) == [16, 512, 1024]
+    assert result["test_bytes"] == held_out - 1
+    note = "Lengths without results, because they are too long for the held-out text: 2,048, 4,096, 8,192"
+    assert capsys.readouterr().out.count(note) == 1
+    with pytest.raises(typer.BadParameter, match="expected more than 4096 bytes for validation"):
+        train_lm.run(config(text, tmp_path / "other", lengths="512,4096"))
+
+
+def test_help_lists_the_memories_of_a_language_model() -> None:
+    shown = invoke("lm", "--help").output
+    assert "decay (retnet, lightning), learnable (true, false)" in shown
+    assert "delta" not in shown
+    assert "directions" not in shown
+
+
 def test_refusals(file: Path, tmp_path: Path) -> None:
     for args, message in {
         ("--encoding", "rope"): "cosine-softplus-phase",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,7 @@ SCALINGS: dict[str, Callable[[float, int], Scaling]] = {
     "yarn": lambda factor, trained: partial(yarn_scaling, factor=factor, original_length=trained),
 }
 UNSCALED = "has no effect, because --encoding none has no frequencies to scale; leave it out"
-LENGTHS = (512, 1024, 2048, 4096, 8192)
+DEFAULT_LENGTHS = "512,1024,2048,4096,8192"
 EVAL_BYTES = 2**18
 EVAL_TOKENS = 2**16  # tokens in an evaluation batch, and in the validation text
 
@@ -114,8 +114,11 @@ class LmTraining(Training):
     heads: int = option(0, "Number of attention heads; 0 uses the value from --size.", least=0)
     length: int = option(512, "Length of a text window, in bytes.", least=1)
     lengths: str = option(
-        ",".join(map(str, LENGTHS)), "Additional lengths to evaluate at, in bytes.", free=True, panel=RUN
-    )
+        DEFAULT_LENGTHS,
+        "Additional lengths to evaluate at, in bytes. Default lengths that are too long for the held-out text are "
+        "skipped.",
+        free=True, panel=RUN,
+    )  # fmt: skip
     scaling: str = option(
         "", f"Length scalings to evaluate as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
         panel=RUN,
@@ -225,7 +228,10 @@ def validate(config: LmTraining, text: Tensor, trainer: Trainer) -> dict[str, fl
 
 
 def prepare(config: LmTraining, device: torch.device) -> Work:
-    data, lengths = load_text(config.data), tuple(sorted({config.length, *parse_lengths(config.lengths)}))
+    data, others = load_text(config.data), parse_lengths(config.lengths)
+    if config.lengths == DEFAULT_LENGTHS:
+        others = tuple(length for length in others if length < len(data.validation))
+    lengths = tuple(sorted({config.length, *others}))
     check_lengths(data, config.length, lengths)
     model, text = CausalLm(config.model), data.to(device)
 
@@ -238,7 +244,7 @@ def prepare(config: LmTraining, device: torch.device) -> Work:
         show(config, trainer, rows)
         return {
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed, "evaluation": rows,
-            "tokens": patches(config),
+            "tokens": patches(config), "test_bytes": min(config.test_bytes, len(text.validation) - 1),
         }  # fmt: skip
 
     arguments = {each.name: getattr(config.model, each.name) for each in fields(config.model)}
@@ -256,6 +262,13 @@ def show(config: LmTraining, trainer: Trainer, rows: list[dict[str, Any]]) -> No
     whole = pd.DataFrame(rows).query("first == 0 and last == length")
     print(f"Bits per byte of {config.encoding} by length, trained at {config.length}:")
     print(whole.pivot(index="scaling", columns="length", values="bits_per_byte").to_string(float_format="%.3f"))
+    if skipped := skipped_lengths(config.lengths, whole.length):
+        print(f"Lengths without results, because they are too long for the held-out text: {skipped}")
+
+
+def skipped_lengths(requested: str, evaluated: Iterable[int]) -> str:
+    """Return the requested lengths that were not evaluated, or ""."""
+    return ", ".join(f"{length:,}" for length in sorted({*parse_lengths(requested)} - {*evaluated}))
 
 
 run = partial(train, prepare)
@@ -264,13 +277,18 @@ run = partial(train, prepare)
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
+def count_windows(length: int, num_bytes: int) -> int:
+    """Return how many adjacent windows are evaluated if ``num_bytes`` bytes are available."""
+    return max(num_bytes // length, 1)
+
+
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: CausalLm, text: Tensor, length: int, limit: int = EVAL_BYTES) -> Tensor:
     """Return the bits (length,) at each position, averaged over adjacent windows of the first ``limit`` bytes.
 
     All lengths that divide ``limit`` are measured on the same bytes.
     """
-    count = max(min(limit, len(text) - 1) // length, 1)
+    count = count_windows(length, min(limit, len(text) - 1))
     starts = torch.arange(count, device=text.device) * length
     steps = torch.arange(length + 1, device=text.device)
     total = torch.zeros(length, dtype=torch.float64, device=text.device)
