@@ -123,8 +123,8 @@ def cosine(
     The result is differentiable with respect to xs, omega, phase, and the norm's weight and bias. Ordinary gradients
     come from a fused, deterministic backward pass. Under ``torch.func`` transforms, and for forward mode and double
     backward, "auto" runs the reference, which is differentiable to any order and also with respect to coordinates and
-    amplitude. Gradients of tables are computed by the reference, at its speed. You can only pass ``out`` to calls that
-    don't record gradients.
+    amplitude. Gradients with respect to tables use the slower reference implementation. You can only pass ``out`` to
+    calls that don't record gradients.
 
     Raises:
         ValueError, TypeError: for an invalid argument, before a kernel is launched.

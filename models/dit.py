@@ -573,7 +573,10 @@ class DiT(nn.Module):
         """Check x and t, and return the shape of the patch grid."""
         check_input(x, self.in_chans, self.num_axes)
         if t.ndim != 1 or t.shape[0] != x.shape[0] or not t.is_floating_point():
-            raise ValueError(f"t: expected floats ({x.shape[0]},), one per sample, got {t.dtype} {tuple(t.shape)}")
+            raise ValueError(
+                f"t: expected a floating-point tensor of shape ({x.shape[0]},), one value per sample, got {t.dtype} "
+                f"{tuple(t.shape)}"
+            )
         if any(n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):
             raise ValueError(f"x: expected sizes that are multiples of {self.patch_size}, got {tuple(x.shape[2:])}")
         return tuple(n // p for n, p in zip(x.shape[2:], self.patch_size, strict=True))

@@ -274,8 +274,8 @@ def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
     """Check that tokens are integers (B, N) with N > 0, and that B equals ``batch`` if that is not None."""
     if not isinstance(tokens, Tensor):
         raise TypeError(
-            f"{name}: expected a tensor of integers (B, N), got {type(tokens).__name__}; for the bytes of a text, pass "
-            "torch.tensor([list(text.encode())])"
+            f"{name}: expected an integer tensor of shape (B, N), got {type(tokens).__name__}. To encode a string as "
+            "bytes, pass torch.tensor([list(text.encode())])"
         )
     whole = tokens.dtype in (torch.int32, torch.int64)
     if not whole or tokens.ndim != 2 or tokens.shape[1] < 1 or batch not in (None, tokens.shape[0]):

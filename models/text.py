@@ -236,7 +236,8 @@ class TextFeatures(nn.Module):
             pooled = torch.zeros(1, pooled_width) if pooled_width else None
             empty = Text(torch.zeros(1, 1, width) if width else None, None, pooled)
         if not isinstance(empty, Text) or empty.batch_size != 1:
-            raise ValueError(f"empty: expected the Text of one empty caption, got {type(empty).__name__}")
+            found = f"batch size {empty.batch_size}" if isinstance(empty, Text) else type(empty).__name__
+            raise ValueError(f"empty: expected a Text with batch size 1 (the encoded empty caption), got {found}")
         for name, value in empty._asdict().items():
             self.register_buffer(
                 f"empty_{name}", None if value is None else value.detach().clone(memory_format=torch.contiguous_format)

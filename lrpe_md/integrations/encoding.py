@@ -239,8 +239,8 @@ def _of_made(
     """Use a preset that is already built. All layers start with its frequencies."""
     if changes:
         raise ValueError(
-            f"encoding_kwargs: expected none of {', '.join(CHANGES)} with a Preset, which is already built, got "
-            f"{changes}"
+            f"encoding_kwargs: {', '.join(CHANGES[:-1])} and {CHANGES[-1]} can't be changed on a Preset, which is "
+            f"already built, got {changes}"
         )
     heads = max(made.omega.shape[0], 1 if made.phase is None else made.num_heads)
     if made.head_dim != head_dim or heads not in (1, num_heads):

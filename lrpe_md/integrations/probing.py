@@ -623,9 +623,9 @@ def complete(probe: Probe, plan: RotationPlan, xs: list[Tensor], leaves: list[Te
         with torch.autocast(probe.device.partition(":")[0], dtype=torch.bfloat16):
             under_autocast = probe.run(xs, leaves)
     except Exception as e:
-        raise Unlike(6, f"raises {type(e).__name__} for {xs[0].dtype} and tables of {leaves[0].dtype}: {e}") from e
+        raise Unlike(6, f"raises {type(e).__name__} with {xs[0].dtype} inputs and {leaves[0].dtype} tables: {e}") from e
     same = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(under_autocast, outs, strict=True))
     plan = plan._replace(dtypes=tuple(o.dtype for o in outs), detach_tables=detach_tables, ignores_autocast=same)
     if not are_close(ours(), outs, 0.05):
-        raise Unlike(6, f"computes something different for {xs[0].dtype}")
+        raise Unlike(6, f"computes something different with {xs[0].dtype} inputs")
     return plan

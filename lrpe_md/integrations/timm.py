@@ -547,8 +547,8 @@ def _attentions(model: Any) -> list[list[Any]]:
             )
         raise TypeError(
             f"model: expected a timm VisionTransformer, got {type(model).__module__}.{type(model).__qualname__} "
-            "(subclasses and other families have their own forward; use lrpe_md.adapt_rotary for a model with a rotary "
-            "encoding, and lrpe_md.adapt_attention for one without relative positions)"
+            "(subclasses and other families have their own forward method; use lrpe_md.adapt_rotary for a model with a "
+            "rotary encoding, and lrpe_md.adapt_attention for one without relative positions)"
         )
     blocks: list[list[Attention]] = []
     for i, block in enumerate(model.blocks):

@@ -405,7 +405,7 @@ class FrequencyModule(nn.Module):
             return
         if not isinstance(places, Tensor) or places.ndim != 1 or not is_real(places):
             found = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places).__name__
-            raise ValueError(f"places: expected a tensor of numbers (n,), or None, got {found}")
+            raise ValueError(f"places: expected a 1-D tensor of real numbers, or None, got {found}")
         own = self._buffers.get(name)
         with torch.inference_mode(False), torch.no_grad():
             if own is None or own.shape != places.shape:
@@ -487,13 +487,13 @@ class FrequencyModule(nn.Module):
                 return
             if x.shape[3] != self.head_dim:
                 raise ValueError(
-                    f"{name}: expected the module's head_dim, {self.head_dim}, got {x.shape[3]} ({tuple(x.shape)}); "
+                    f"{name}: expected head_dim={self.head_dim}, got {x.shape[3]} (shape {tuple(x.shape)}); "
                     f"build the module with head_dim={x.shape[3]}"
                 ) from None
             if x.shape[1] % self.num_heads:
                 raise ValueError(
-                    f"{name}: expected a multiple of the module's num_heads, {self.num_heads} (the heads of k), got "
-                    f"{x.shape[1]} ({tuple(x.shape)}){remedy(x, wheres[0])}"
+                    f"{name}: expected a number of heads divisible by num_heads={self.num_heads} (the number of key "
+                    f"heads), got {x.shape[1]} (shape {tuple(x.shape)}){remedy(x, wheres[0])}"
                 ) from None
             if x.device != own.device:
                 raise ValueError(

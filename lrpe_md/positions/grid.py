@@ -285,8 +285,8 @@ class Grid(Rules):
             check_dense("places", own, "(n,)")
             if own.ndim != 1 or own.shape[0] < self.shape[axis] or not is_real(own):
                 raise ValueError(
-                    f"places: expected numbers (n,) for the {self.shape[axis]} tokens of axis {axis}, got {own.dtype} "
-                    f"{tuple(own.shape)}"
+                    f"places: expected a 1-D tensor with at least {self.shape[axis]} real numbers, one per token of "
+                    f"axis {axis}, got {own.dtype} {tuple(own.shape)}"
                 )
         device = next((own.device for own in places.values()), torch.device("cpu"))
         coords, rotated = self._table(device, torch.float64)
@@ -490,12 +490,12 @@ def _alike(*values: Any) -> tuple[Any, ...]:
 
 def _check_origin(origin: Any, num_axes: int) -> None:
     if not isinstance(origin, Tensor):
-        raise TypeError(f"origin: expected a tensor of integers (K,) or (B, K), got {type(origin).__name__}")
+        raise TypeError(f"origin: expected an integer tensor of shape (K,) or (B, K), got {type(origin).__name__}")
     check_dense("origin", origin, "(K,) or (B, K)")
     if origin.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"origin: expected int32 or int64, got {origin.dtype}; for fractions, use shift")
     if origin.ndim not in (1, 2) or origin.shape[-1] != num_axes:
-        raise ValueError(f"origin: expected ({num_axes},) or (B, {num_axes}), got {tuple(origin.shape)}")
+        raise ValueError(f"origin: expected shape ({num_axes},) or (B, {num_axes}), got {tuple(origin.shape)}")
 
 
 def affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.device) -> Tensor:

@@ -123,7 +123,7 @@ def render(folder: Path) -> str:
     measure = task.measure.replace(", %", " in %").capitalize()
     by = {
         "sizes": f"{measure} by size", "lengths": f"{measure} by length and by position",
-        "recall": "Accuracy of questions by key and by place, by frames",
+        "recall": "Accuracy of key lookups and place lookups, by number of frames",
     }  # fmt: skip
     pictures = [("Samples of held-out captions", "samples.png")] * (folder / "samples.png").exists()
     pictures += [(by[task.layout], plot) for plot in task.plots]

@@ -380,8 +380,8 @@ class Comparison:
         for name in schemes.keys() & trained:
             if before.get(name) != schemes[name]:
                 raise typer.BadParameter(
-                    f"--encoding {name}: --out {out} contains runs with another definition of this scheme; choose "
-                    "another folder, or register the scheme under another name"
+                    f"--encoding {name}: --out {out} contains runs with a different definition of this scheme; choose "
+                    "a different folder, or register the scheme under a different name"
                 )
         both = {
             kind: [*compared.get(kind, ()), *self.encodings.get(kind, ())] for kind in {**compared, **self.encodings}

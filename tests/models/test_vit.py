@@ -243,7 +243,7 @@ def test_learned_frequencies():
 
 
 def test_copied_v_frees_the_projection():
-    """Check what attention saves for its backward.
+    """Check what attention saves for its backward pass.
 
     With v copied, it saves three tensors of size B·N·C, as without an encoding. Otherwise, it saves five.
     """
@@ -292,7 +292,7 @@ def test_layer_groups():
 def test_checkpointing_gradients(kwargs, reentrant, monkeypatch):
     monkeypatch.setattr("timm.layers.config._USE_REENTRANT_CKPT", reentrant)
     model = lrpe_vit(**kwargs, dynamic_img_size=True).train()
-    # After a forward at a different size, recomputation must still use the positions of its forward.
+    # After a forward pass at a different size, recomputation must still use the positions of its forward pass.
     x, other = image(16, 24), image(12, 8)
     grads = []
     for enable in (False, True):

@@ -250,7 +250,7 @@ def test_the_report_only_lists_what_was_measured():
     assert "Sizes are height x width." in text
     assert "peak memory" not in text
     assert "| rotate | softmax | 1,000 | 0.500 | 0.000 | 4.0 | 0.004 | 30 |" in text
-    assert "The table lists each run. If a rise is far above the others" in text
+    assert "The table lists each run. If an encoding's loss rises far more" in text
     assert "With 450 test images" in text
     assert "sin-cos" not in text
     assert "Learned position" not in text

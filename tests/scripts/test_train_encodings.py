@@ -320,6 +320,6 @@ def test_ablate_refuses_runs_of_another_definition_of_a_scheme(tmp_path, registe
     register_scheme(registered, replace(OWN, frequencies=Axial((1, 1), 3.0)), overwrite=True)
     refused = invoke(ablate, *command, "-e", registered, "--seeds", "2")
     assert refused.exit_code == 2
-    assert f"--encoding {registered}: --out {tmp_path} contains runs with another definition" in refused.output
+    assert f"--encoding {registered}: --out {tmp_path} contains runs with a different definition" in refused.output
     extended = invoke(ablate, *command, "-e", "none", "--seeds", "1")
     assert extended.exit_code == 0, extended.output

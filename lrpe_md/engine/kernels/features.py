@@ -219,7 +219,7 @@ def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
-    """Return norm(x) of tokens n0 + o_n, and the values that its backward needs: x̂, r, γ, β and token groups."""
+    """Return norm(x) of tokens n0 + o_n, and the values that its backward pass needs: x̂, r, γ, β and token groups."""
     if V.norm == "none":
         return x, ()
     else:
