@@ -124,7 +124,7 @@ class Inputs:
         return _make_norm(self.case, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Return the inputs with all floating-point tensors cast to another dtype."""
+        """Return the inputs with all floating-point tensors cast to a different dtype."""
 
         def cast(t: Tensor) -> Tensor:
             if t.is_complex():
@@ -560,7 +560,7 @@ class LinearInputs:
         return _make_norm(self.case.encoding, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> LinearInputs:
-        """Return the inputs with all floating-point tensors cast to another dtype."""
+        """Return the inputs with all floating-point tensors cast to a different dtype."""
 
         def cast(t: Any) -> Any:
             if isinstance(t, tuple):

@@ -79,13 +79,13 @@ def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Te
 
 
 def check_input(x: Tensor, in_chans: int, num_axes: int) -> None:
-    """Check that x is (B, in_chans, [frames,] height, width), and suggest a fix if the channels are on another axis."""
+    """Check that x is (B, in_chans, [frames,] height, width), and suggest a fix if the channels are elsewhere."""
     if x.ndim == 2 + num_axes and x.shape[1] == in_chans:
         return
     axis = next((i for i in range(2, x.ndim) if x.shape[i] == in_chans), None) if x.ndim == 2 + num_axes else None
     raise ValueError(
-        f"x: expected (B, {in_chans}, {', '.join(['frames', 'height', 'width'][-num_axes:])}), got {tuple(x.shape)}"
-        + ("" if axis is None else f"; if axis {axis} has the channels, pass x.movedim({axis}, 1)")
+        f"x: expected shape (B, {in_chans}, {', '.join(['frames', 'height', 'width'][-num_axes:])}), got "
+        f"{tuple(x.shape)}" + ("" if axis is None else f"; if axis {axis} has the channels, pass x.movedim({axis}, 1)")
     )
 
 
@@ -565,7 +565,8 @@ class DiT(nn.Module):
         encoded = self.encode_text(text)
         if encoded.batch_size != batch:
             raise ValueError(
-                f"text: expected one text for each of {batch} samples, got {encoded.batch_size}; repeat your texts"
+                f"text: expected batch size {batch} (one caption per sample), got {encoded.batch_size}; repeat "
+                "your captions"
             )
         return encoded if drop is None else replace_texts(encoded, self.empty_text(1, text), drop)
 

@@ -107,7 +107,10 @@ class Decoder:
             IndexError: if a cache with softmax attention is full.
         """
         if tuple(token.shape) != (len(self.token),) or token.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"token: expected integers ({len(self.token)},), got {token.dtype} {tuple(token.shape)}")
+            raise ValueError(
+                f"token: expected an integer tensor of shape ({len(self.token)},), got {token.dtype} "
+                f"{tuple(token.shape)}"
+            )
         self._take_room(self.length, 1)
         self.token.copy_(token[:, None])
         if self.graph is None:

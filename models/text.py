@@ -66,7 +66,7 @@ class Text(NamedTuple):
 
 
 def join_texts(first: Text, second: Text) -> Text:
-    """Pad two texts to the same length, and concatenate them along the batch."""
+    """Pad two sequences of text tokens to the same length, and concatenate them along the batch."""
     (a, mask, p), (b, other, r) = _padded_alike(first, second)
     return Text(
         None if a is None or b is None else torch.cat([a, b]),

@@ -44,7 +44,7 @@ def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtyp
 
 def period_theta(periods: Tensor) -> Tensor:
     """Convert a tensor of wavelengths to frequencies, 2π / periods. The result is differentiable."""
-    check_dense("periods", periods, "of any shape")
+    check_dense("periods", periods, "(*)")
     return 2 * math.pi / periods
 
 

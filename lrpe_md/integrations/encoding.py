@@ -118,7 +118,7 @@ def build_encoding(
         return Activation(**kwargs) if kwargs.get("act", "none") != "none" else None
     if isinstance(encoding, nn.Module):
         if kwargs:
-            raise ValueError(f"encoding_kwargs: expected none with a module as encoding, got {kwargs}{_advise(kwargs)}")
+            raise ValueError(f"encoding_kwargs: can't be used with a module as encoding, got {kwargs}{_advise(kwargs)}")
         return encoding
     kwargs = dict(kwargs)
     sharing: Sharing | None = _one_of("sharing", kwargs.pop("sharing", None), ("model", "layer"))
@@ -197,8 +197,7 @@ def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = N
     if split is None:
         if remainder is not None:
             raise ValueError(
-                "remainder: expected None without split, because it is the axis that gets the rest of the split, got "
-                f"{remainder}"
+                f"remainder: expected None without split, because it is the axis that gets the rest, got {remainder}"
             )
         return kwargs
     series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}

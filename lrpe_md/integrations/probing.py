@@ -353,8 +353,8 @@ class Reading:
         else:
             if not self.total:
                 raise Unlike(
-                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles in another "
-                    "argument or a tensor of the object. If the function computes them from positions, see recognise()"
+                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles in a different "
+                    "argument or tensor of the object. If the function computes them from positions, see recognise()"
                 )  # fmt: skip
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
                 raise Unlike(5, "negates cos, or swaps cos and sin, so it does not rotate by the tables")

@@ -270,7 +270,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             raise ValueError(f"absolute: expected 'none', 'learned' or 'sincos', got {absolute!r}{hint}")
         if "pos_embed" in kwargs:
             raise ValueError(
-                f"pos_embed: expected no such argument, got {kwargs['pos_embed']!r}; use absolute= instead"
+                f"pos_embed: this model has no such argument, got {kwargs['pos_embed']!r}; use absolute= instead"
             )
         pos_embed = "learn" if absolute == "learned" else "none"
         super().__init__(*args, pos_embed=pos_embed, dynamic_img_size=dynamic_img_size, **kwargs)

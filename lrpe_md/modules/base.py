@@ -253,7 +253,7 @@ class FrequencyModule(nn.Module):
 
     @torch.no_grad()
     def upgrade_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Convert, in place, state_dict entries saved by another version or parametrisation of this module.
+        """Convert, in place, state_dict entries saved by a different version or parametrisation of this module.
 
         prefix: prefix of the module's keys in the state_dict, such as "encoding.".
         """
@@ -390,7 +390,7 @@ class FrequencyModule(nn.Module):
 
         Args:
             axis: axis number; 0 is the slowest axis (time in videos).
-            places: tensor (n,) with at least as many positions as the grid has on this axis. None restores the grid's
+            places: tensor (n,) with at least one position for each index of this axis. None restores the grid's
                 own positions.
 
         Raises:

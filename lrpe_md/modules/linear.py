@@ -105,7 +105,7 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
     if isinstance(initial, Tensor):
         values = initial.detach().to("cpu", torch.float64)
         if values.shape != (num_heads,):
-            raise ValueError(f"initial: expected ({num_heads},), one decay per head, got {tuple(values.shape)}")
+            raise ValueError(f"initial: expected shape ({num_heads},), one decay per head, got {tuple(values.shape)}")
         check_decay_range(values)
         return values
     if initial not in get_args(DecayName):

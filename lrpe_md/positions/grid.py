@@ -274,7 +274,7 @@ class Grid(Rules):
         Use this for times that are not affine in the frame index, or that only the device knows.
 
         Args:
-            places: dict from axis number to a tensor (n,) with at least as many positions as the grid has on this axis.
+            places: dict from axis number to a tensor (n,) with at least one position for each index of this axis.
                 These positions replace the ones given by origin, scale and shift.
 
         Raises:
@@ -469,7 +469,7 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
         # A single offset applies to the whole batch.
         return Grid((num_tokens,), origin=offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1))
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
-        raise ValueError(f"offset: expected an int or integers (B,), got {offset!r}")
+        raise ValueError(f"offset: expected an int or an integer tensor of shape (B,), got {offset!r}")
     if offset == 0:
         # Dynamo warns about caches, and represents dynamic sizes as ints.
         cached = type(num_tokens) is int and not torch.compiler.is_compiling()

@@ -219,7 +219,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
         ValueError, TypeError: for an invalid argument.
     """
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens: expected a tensor (S + 1,), got {type(cu_seqlens).__name__}")
+        raise TypeError(f"cu_seqlens: expected a tensor of shape (S + 1,), got {type(cu_seqlens).__name__}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens: expected int32 or int64 (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
@@ -238,7 +238,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
             )
         shift = shift + offset.to(device, non_blocking=not offset.is_cuda)
     elif isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
-        raise ValueError(f"offset: expected an int or integers ({num},), got {offset!r}")
+        raise ValueError(f"offset: expected an int or an integer tensor of shape ({num},), got {offset!r}")
     else:
         shift = shift + offset
     return Coordinates((index + shift[sequence])[:, None])

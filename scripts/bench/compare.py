@@ -68,7 +68,7 @@ def git(root: Path, *args: str) -> str:
 
 
 def load(text: str, kind: Kind) -> Any:
-    """Return the last value for each key, or an empty table if the file is of another kind."""
+    """Return the last value for each key, or an empty table if the file is of a different kind."""
     rows: Any = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     if not {*kind.key, kind.value} <= set(rows):
         return pd.Series(dtype=float)

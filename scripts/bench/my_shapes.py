@@ -140,7 +140,7 @@ def installed() -> dict[str, Path]:
 
 
 def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer], list[str]]:
-    """Return the peers that support these shapes (on a CPU, with the reference), and notes about the others."""
+    """Return the peers that support these shapes (on a CPU, with the reference), and notes about the other peers."""
     known, broken = load_peers(dict(installed()))
     messages = [f"skipping {name}: {why}" for name, why in broken.items()]
     messages += [f"skipping {name}: not installed" for name in PACKAGES if name not in installed()]

@@ -360,7 +360,7 @@ def main(
     if other is not None:
         Hosted.other = import_checkout(other)
     elif any("adapted-other" in names for names in todo.values()):
-        raise typer.BadParameter("--encodings: adapted-other needs --other, a checkout of another version")
+        raise typer.BadParameter("--encodings: adapted-other needs --other, a checkout of a different version")
     here = measured_on(on, commit)
     console = Console(soft_wrap=True)
     timing = Timing(steps, limit, backend, profiling, on, console)

@@ -335,7 +335,7 @@ def summarise(found: list[Found]) -> Table:
 
 
 def choose_places(only: Sequence[str]) -> list[AnyPlace]:
-    """Return the places whose names contain one of the texts, or all places if there are no texts."""
+    """Return the places whose names contain one of the strings, or all places if there are none."""
     places: list[AnyPlace] = [Place(key, width) for key in TILES for width in range(len(WIDTHS))]
     places += linear_tune.choose_places()
     for text in only:

@@ -186,7 +186,7 @@ class FeatureFolder:
         self.about: dict[str, Any] = read_json(about)
         if self.about.get("format") != FORMAT:
             raise typer.BadParameter(
-                f"--text-features {path}: was written by another version; run `train features` again"
+                f"--text-features {path}: was written by a different version; run `train features` again"
             )
         self.rows = {caption: row for row, caption in enumerate(read_json(path / "captions.json"))}
         self.features, self.mask = self._array("features"), self._array("mask")

@@ -336,12 +336,12 @@ def test_errors_of_places_in_models():
 
 
 class Waits(TorchDispatchMode):
-    """Mode that fails if anything reads a tensor's value or moves it to another device."""
+    """Mode that fails if anything reads a tensor's value or moves it to a different device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         assert name not in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select"), name
-        assert name != "_to_copy" or (kwargs or {}).get("device") in (None, args[0].device), "to another device"
+        assert name != "_to_copy" or (kwargs or {}).get("device") in (None, args[0].device), "to a different device"
         return func(*args, **(kwargs or {}))
 
 
@@ -640,14 +640,14 @@ def test_errors():
         set_scaling(RotateMd(8, 1), lambda theta: (theta.repeat(2), 1.0))
     for model in (RotateMd(16, 2), dit()):
         for places in (torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.complex64)):
-            with pytest.raises(ValueError, match=r"places: expected a tensor of numbers .* got torch\.\w+ "):
+            with pytest.raises(ValueError, match=r"places: expected a 1-D tensor of real numbers.* got torch\.\w+ "):
                 set_places(model, 0, places)
     for axis in (True, 0.5):
         with pytest.raises(ValueError, match="axis: expected a number from 0 to 1"):
             RotateMd(16, 2).set_places(axis, torch.ones(4))
     with pytest.raises(ValueError, match=r"axis: expected a number from 0 to 1 \(encoding\), got 2"):
         set_places(dit(), 2, torch.arange(3.0))
-    with pytest.raises(ValueError, match=r"places: expected a tensor of numbers \(n,\), or None, got .*\(2, 2\)"):
+    with pytest.raises(ValueError, match=r"places: expected a 1-D tensor of real numbers, or None, got .*\(2, 2\)"):
         set_places(dit(), 0, torch.zeros(2, 2))
     with pytest.raises(ValueError, match="model: expected a model with image or video encodings, found none"):
         set_places(

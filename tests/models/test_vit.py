@@ -1041,7 +1041,10 @@ def test_argument_errors():
         ({"encoding": lambda d, h: d}, r"encoding: expected a factory that returns an nn.Module, got a int"),
         ({"encoding": "cosine", "absolute": "yes"}, r"absolute: expected 'none', 'learned' or 'sincos', got 'yes'"),
         ({"encoding": "cosine", "attention": "flash"}, r"attention: expected 'softmax' or 'linear', got 'flash'"),
-        ({"encoding": CosineMd(16, 2), "encoding_kwargs": {"act": "relu"}}, r"encoding_kwargs: expected none"),
+        (
+            {"encoding": CosineMd(16, 2), "encoding_kwargs": {"act": "relu"}},
+            r"encoding_kwargs: can't be used with a module",
+        ),
         ({"encoding_kwargs": {"base": 10.0}}, r"encoding_kwargs: expected only act and dim"),
         ({"encoding_kwargs": {"act": "gelu"}}, r"act: expected one of"),
         ({"encoding_kwargs": {"act": "softmax"}}, r"dim: expected -1"),

@@ -221,7 +221,7 @@ def test_errors_refer_to_the_module(name):
 
 def test_other_heads_than_the_modules():
     module = RotateMd(8, 2, num_heads=2, frequencies="mixed")
-    with pytest.raises(ValueError, match=r"^k: expected a multiple of the module's num_heads, 2 .*, got 3"):
+    with pytest.raises(ValueError, match=r"^k: expected a number of heads divisible by num_heads=2 .*, got 3"):
         module(X, torch.zeros(1, 3, 6, 8), positions=GRID)
     text = Rotate1d(8, num_heads=2, theta=torch.rand(2, 4))
     with pytest.raises(ValueError, match=r"^x: expected a multiple of the module's num_heads, 2 .*, got 3"):

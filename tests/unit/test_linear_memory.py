@@ -525,7 +525,7 @@ def test_values_are_checked_at_each_call():
     ("arguments", "message"),
     [
         ({"num_heads": 0}, "num_heads"), ({"num_heads": 2, "initial": "alibi"}, "initial: expected one of"),
-        ({"num_heads": 2, "initial": torch.ones(3)}, r"initial: expected \(2,\)"),
+        ({"num_heads": 2, "initial": torch.ones(3)}, r"initial: expected shape \(2,\)"),
         ({"num_heads": 2, "initial": torch.tensor([0.5, 2.0])}, "decay: expected factors"),
         ({"num_heads": 2, "initial": torch.ones(2), "learnable": True}, "below 1"),
         ({"num_heads": 2, "initial": "lightning", "depth": 2.0}, "depth"),

@@ -294,7 +294,7 @@ BAD = {
         lambda: compose(Grid((3,)), Grid((3,)).rescale(-1e9), dtype=torch.float32),
     ),
     "no samples": (ValueError, r"samples: .*none", lambda: pack([])),
-    "sample of another kind": (TypeError, r"samples: .* at index 0, got Tokens$", lambda: pad([Tokens(3)])),
+    "sample of a different kind": (TypeError, r"samples: .* at index 0, got Tokens$", lambda: pad([Tokens(3)])),
     "sample of several samples": (
         ValueError, r"samples: .*\(2, 3, 2\)", lambda: pack([Coordinates(torch.rand(2, 3, 2))]),
     ),

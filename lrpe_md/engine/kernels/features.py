@@ -193,7 +193,7 @@ def zero_gated_tokens(x, beta):
 
 @triton.jit
 def to_tiles(tiles, V: tl.constexpr):
-    """Convert the result of :func:`load_row` to tiles of x: one or two for each tile of the map, then the others."""
+    """Convert the result of :func:`load_row` to tiles of x: one or two for each tile of the map, then the rest."""
     if V.num_mapped == 0:
         return tiles
     else:

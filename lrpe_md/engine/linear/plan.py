@@ -198,7 +198,7 @@ def cut_parts(length: int, programs: int, state: int) -> int:
 
     ``programs`` is the number of programs for whole pieces. These programs need fewer registers than causal kernels, so
     more of them can run at once. A part writes a state of ``state`` elements, so the part must be long enough to read
-    several times as many.
+    several times that number.
     """
     parts_per_piece = max(1, PROGRAMS // max(1, programs))
     shortest = max(SHORTEST, state // STATE_TO_PART)

@@ -160,7 +160,7 @@ class _ChangeGradient(torch.autograd.Function):
 
 
 def _keep_first(grad: Tensor, group: Any) -> Tensor:
-    """Return the gradient on the first rank and zeros on the others, because all ranks have the same gradient."""
+    """Return the gradient on the first rank and zeros on the other ranks, because all ranks have the same gradient."""
     return grad if dist.get_rank(group) == 0 else torch.zeros_like(grad)
 
 
@@ -196,7 +196,7 @@ def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
 
 
 def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
-    """Check the blocks of all ranks on every rank. If only one rank raised an error, the others would hang."""
+    """Check the blocks of all ranks on every rank. If only one rank raised an error, the other ranks would hang."""
     num_ranks, num_tokens = count_ranks(q, TOKENS), q.shape[2]
     if call.attention.mask != "block" or num_ranks == 1:
         return

@@ -63,7 +63,7 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
         raise ValueError(f"positions: expected the same positions for q and k with {mask_name}, got a pair")
     if q.shape[2] != k.shape[2] and attention.mask != "full":
         raise ValueError(
-            f"k: expected as many tokens as q ({q.shape[2]}) with a causal or block mask, got {k.shape[2]}"
+            f"k: expected the same number of tokens as q ({q.shape[2]}) with a causal or block mask, got {k.shape[2]}"
         )
     cu_seqlens = _check_cu_seqlens(arguments.cu_seqlens, q, attention.mask, has_position_pair)
     spec, q_side, k_side = _place_sides(options, arguments, sides)
@@ -217,8 +217,8 @@ def check_gate(gate: Any, k: Tensor) -> None:
         raise TypeError(f"gate: expected bools or floats, got {gate.dtype}")
     if gate.ndim != 3 or gate.shape[0] != batch or gate.shape[1] not in (1, heads) or gate.shape[2] != num_tokens:
         raise ValueError(
-            f"gate: expected (B, H_k or 1, N) = ({batch}, {or_one(heads)}, {num_tokens}), one weight per key, got "
-            f"{tuple(gate.shape)}"
+            f"gate: expected shape (B, H_k or 1, N) = ({batch}, {or_one(heads)}, {num_tokens}), one weight per key, "
+            f"got {tuple(gate.shape)}"
         )
     if gate.device != k.device:
         raise ValueError(f"gate: expected a tensor on k's device {k.device}, got {gate.device}")
@@ -308,7 +308,7 @@ def _place_sides(
         return _place_without_map(options, arguments, sides)
     if sides.omega is None:
         raise ValueError(
-            f"omega: expected a tensor (H or 1, channels or pairs, axes) with map={options.map!r}, got None"
+            f"omega: expected a tensor of shape (H or 1, channels or pairs, axes) with map={options.map!r}, got None"
         )
     if sides.positions is None:
         raise ValueError(explain_missing(sides.omega, f"coordinates with map={options.map!r}"))

@@ -103,8 +103,8 @@ class ImageTraining(Training):
     )
     reference: str = option(
         "", "Interpolate positions to the patch grid of this image size, in pixels: a side or HEIGHTxWIDTH. To "
-        "fine-tune at another size, pass the size that --weights were trained at. Default: neighbouring patches are "
-        "one unit apart.",
+        "fine-tune at a different size, pass the size that --weights were trained at. Default: neighbouring patches "
+        "are one unit apart.",
     )  # fmt: skip
     mix_sizes: str = option(
         "", "Other sizes to train at, in pixels: sides or HEIGHTxWIDTH, separated by commas. Each batch has one size."

@@ -95,7 +95,7 @@ class VideoTraining(Training):
     test_size: int = option(64, "Additional test size, in pixels; 0 tests only at --size.", least=0, off=True)
     reference: str = option(
         "", "FRAMESxSIZE, such as 8x48: interpolate positions to the grid of clips of this length and size. To "
-        "fine-tune at another length or size, pass those that --weights were trained at. With --causal, only "
+        "fine-tune at a different length or size, pass those that --weights were trained at. With --causal, only "
         "positions in space change. Default: neighbouring tokens are one unit apart.",
     )  # fmt: skip
     motion: bool | None = option(
