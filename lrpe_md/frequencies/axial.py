@@ -189,7 +189,7 @@ def axial_omega(
         sections: number of channels per axis, slowest axis first, or number of heads for ``"head"``. Channels beyond
             the sum of the sections are not rotated. By default, ``"block"`` uses all of theta for each axis and stops
             at C channels. The other maps use equal sections by default, and the first axis gets the remainder.
-        gaps: numbers of unrotated channels before, between and after the blocks, one more number than there are blocks.
+        gaps: numbers of unrotated channels before, between and after the blocks. There is one more gap than blocks.
             ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
         num_heads: number of heads for ``"head"``. Default: the sum of the sections.
 

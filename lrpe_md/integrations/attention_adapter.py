@@ -204,7 +204,7 @@ class _ModelForward(_Forward):
                 local.running, local.current = before
         if not own.is_used:
             raise RuntimeError(
-                f"modules: expected attention modules that the forward of {type(self.module).__name__} calls, got "
+                f"modules: expected attention modules that {type(self.module).__name__}.forward calls, got "
                 f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, none of which it called. "
                 "Select the modules whose own forward calls scaled_dot_product_attention"
             )

@@ -116,7 +116,7 @@ class Probe:
         self.form: tuple[str, tuple[bool, ...]] = ("tensor", ())
         ranks = {e[1] for e in self.data}
         if len(ranks) != 1 or not ranks <= {2, 3, 4} or any(e[3] < 2 for e in self.data):
-            raise Unlike(0, "takes no tensors with 2, 3 or 4 dimensions to rotate")
+            raise Unlike(0, "has no tensor argument with 2, 3 or 4 dimensions to rotate")
         self.axes = _AXES[ranks.pop() - 1]
 
     def arguments(self, xs: list[Tensor], leaves: list[Any]) -> list[Any]:

@@ -552,7 +552,7 @@ def preset(
             larger grids. The defaults are the scheme's. A scaling such as ``partial(yarn_scaling, factor=4,
             original_length=32768)`` applies to all axes. You can also pass one per axis.
         rotary_dim: channels of a head to rotate, the first R (an int) or a slice. The default is the scheme's.
-        seed: seed of random frequencies. The default is 0.
+        seed: seed for random frequencies. The default is 0.
 
     Raises:
         ValueError: if a name is unknown, head_dim cannot be split among the axes, the scheme does not support an

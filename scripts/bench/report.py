@@ -19,6 +19,7 @@ from ..adapters.sweep import read_outcomes
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
+from ..common.options import plural
 from ..common.plots import STYLE, WIDTH, add_legend, choose_colors, plt, save
 from ..common.provenance import name_commits
 from . import front, linear_report
@@ -374,8 +375,8 @@ def host(rows: pd.DataFrame) -> list[str]:
     lines += table(["", *(f"{op}: {way}" if way == WAYS[0] else way for op, way in places)], found)
     started = part[(part.variant == "kernels") & part.p50.notna()]
     if len(started):
-        texts = [f"{row.p50:.0f} for {row.op}" for row in started.itertuples()]
-        lines += [f"Number of kernels that a forward call launches, according to the profiler: {', '.join(texts)}.", ""]
+        texts = [f"{plural(round(row.p50), 'kernel')} for {row.op}" for row in started.itertuples()]
+        lines += [f"According to the profiler, a forward call launches {' and '.join(texts)}.", ""]
     return lines
 
 

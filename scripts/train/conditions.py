@@ -194,7 +194,7 @@ class FeatureFolder:
         expected = (len(self.rows), self.about["length"], self.about["width"])
         if self.features.shape != expected or self.mask.shape != expected[:2]:
             raise typer.BadParameter(
-                f"--text-features {path}: expected features {expected}, got {self.features.shape}; run `train "
+                f"--text-features {path}: expected features of shape {expected}, got {self.features.shape}; run `train "
                 "features` again"
             )
 

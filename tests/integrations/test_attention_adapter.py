@@ -700,7 +700,7 @@ def test_attentions_whose_forward_is_not_called():
         for block in model.blocks:
             block.__class__ = Direct
 
-    with pytest.raises(RuntimeError, match=r"modules: expected attention modules that the forward of Dit calls, got"):
+    with pytest.raises(RuntimeError, match=r"modules: expected attention modules that Dit.forward calls, got"):
         invalid(change)(*plain.dit_inputs((8, 12)))
 
 

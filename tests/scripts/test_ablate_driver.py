@@ -519,7 +519,7 @@ def test_a_report_of_another_task_is_refused(tmp_path):
     before = (folder / "table.md").stat().st_mtime_ns
     for wrong, message in (
         (["digits"], f"TASK: expected image, the task of the runs in {folder}, got digits; leave it out"),
-        (["--pages", str(tmp_path)], "only works without --folder"),
+        (["--pages", str(tmp_path)], "can't be used with --folder"),
     ):
         refused = invoke("report", *wrong, "--folder", str(folder))
         assert refused.exit_code == 2, refused.output

@@ -137,8 +137,8 @@ ERRORS = {
     },
     # several sequences
     r"cu_seqlens: expected a tensor of shape \(num_seqs \+ 1,\), got list": {**ONE, "cu_seqlens": [0, 7]},
-    r"cu_seqlens: expected int32 or int64 \(num_seqs \+ 1,\), got torch.float32": {**ONE, "cu_seqlens": CU.float()},
-    r"cu_seqlens: expected int32 or int64 \(num_seqs \+ 1,\), got torch.int64 \(1,\)": {**ONE, "cu_seqlens": CU[:1]},
+    r"cu_seqlens: expected int32 or int64 of shape \(num_seqs \+ 1,\), got torch.float32": {**ONE, "cu_seqlens": CU.float()},
+    r"cu_seqlens: expected int32 or int64 of shape \(num_seqs \+ 1,\), got torch.int64 \(1,\)": {**ONE, "cu_seqlens": CU[:1]},
     r"cu_seqlens: expected sequences packed in q \(1, H, N, D\), got \(2, 4, 7, 8\)": {"cu_seqlens": CU},
     r"cu_seqlens: expected a tensor on q's device cpu, got meta": {**ONE, "cu_seqlens": CU.to("meta")},
     **{

@@ -230,7 +230,7 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: 
     check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens: expected int32 or int64 (num_seqs + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            f"cu_seqlens: expected int32 or int64 of shape (num_seqs + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens: expected a tensor on q's device {q.device}, got {cu_seqlens.device}")

@@ -77,8 +77,8 @@ class LmTraining(Training):
 
     Command: lrpe-md train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
 
-    Cost: 9.5 M parameters. 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations. They take less
-    than a minute on an H200 shared with two or three other runs.
+    Cost: 9.5 M parameters. 1,000 steps with 64 windows of 512 bytes each take 2e15 floating-point operations. They take
+    less than a minute on an H200 shared with two or three other runs.
 
     Expect: 1.85 bits per byte on Shakespeare's plays at the training length. For longer sequences, see
     docs/results/ablate-lm.md.

@@ -159,7 +159,7 @@ class VideoTraining(Training):
         if self.frames % multiple:
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
         if self.window and self.drop:
-            raise typer.BadParameter(f"--window {self.window}: only works without --drop, got --drop {self.drop}")
+            raise typer.BadParameter(f"--window {self.window}: can't be used with --drop, got --drop {self.drop}")
         if self.window and not (self.causal and "softmax" in VIDEOS.split_attention(self.attention)):
             raise typer.BadParameter(
                 f"--window {self.window}: only works with --causal and softmax attention in some layers; pass both, or "
