@@ -293,7 +293,7 @@ def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Tensor]:
-    """Run forward and backward, and return the outputs and gradients by name.
+    """Run a forward and a backward pass, and return the outputs and gradients by name.
 
     The names are y0 (and y1), dx0 (and dx1), domega and dphase, and dweight0, .. for a norm.
     """

@@ -197,7 +197,7 @@ class LabelEncoder(nn.Module):
             got = f"{type(labels).__name__}; pass torch.tensor of class numbers"
             if isinstance(labels, Tensor):
                 got = f"{labels.dtype} {tuple(labels.shape)}"
-            raise ValueError(f"text: expected integer class labels (B,), got {got}")
+            raise ValueError(f"text: expected integer class labels of shape (B,), got {got}")
         if can_read(labels) and bool(((labels < 0) | (labels > self.num_classes)).any()):
             raise ValueError(
                 f"text: expected class labels from 0 to {self.num_classes - 1}, or {self.num_classes} for no class, "

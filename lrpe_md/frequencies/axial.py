@@ -215,7 +215,9 @@ def axial_omega(
         raise ValueError(f"theta: expected one tensor for each of {num_axes} axes, got {len(thetas)}")
     for t in thetas:
         if t.ndim not in (1, 2) or not t.is_floating_point():
-            raise ValueError(f"theta: expected floats of shape (E,) or (H, E), got {t.dtype} {tuple(t.shape)}")
+            raise ValueError(
+                f"theta: expected a floating-point tensor of shape (E,) or (H, E), got {t.dtype} {tuple(t.shape)}"
+            )
     thetas = [t if t.ndim == 2 else t[None] for t in thetas]
     if axis_map == "head":
         return _with_gaps(_axis_per_head(thetas, num_channels - sum(between), sections, num_heads), [], between)

@@ -83,5 +83,8 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
     fits = amplitude.shape in ((), theta.shape[-1:]) if isinstance(amplitude, Tensor) else is_finite_number(amplitude)
     if not fits:
         got = tuple(amplitude.shape) if isinstance(amplitude, Tensor) else repr(amplitude)
-        raise ValueError(f"scaling: expected the amplitude to be a finite number or ({theta.shape[-1]},), got {got}")
+        raise ValueError(
+            f"scaling: expected an amplitude that is a finite number or a tensor of shape ({theta.shape[-1]},), got "
+            f"{got}"
+        )
     return scaled, amplitude

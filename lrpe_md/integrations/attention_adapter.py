@@ -133,8 +133,8 @@ def _check_positions(positions: Any) -> Any:
     if positions is None or isinstance(positions, (Grid, Coordinates, Tensor)):
         return positions
     raise TypeError(
-        "positions: expected a Grid, Coordinates, a tensor (N, K) or (B, N, K), or a function that returns one, got "
-        f"{describe_positions(positions)}"
+        "positions: expected a Grid, Coordinates, a tensor of shape (N, K) or (B, N, K), or a function that returns one, "
+        f"got {describe_positions(positions)}"
     )
 
 
@@ -167,7 +167,7 @@ class _Forward:
 
     @torch.compiler.assume_constant_result
     def look_up(self) -> bool:
-        """Look up the class's forward. Dynamo does not do this for classes that it allows in graphs."""
+        """Look up the class's forward method. Dynamo does not do this for classes that it allows in graphs."""
         self.of_class = type(self.module).forward
         return True
 
@@ -186,7 +186,7 @@ class _Forward:
 
 
 class _ModelForward(_Forward):
-    """Forward of the model, which provides the positions while it runs."""
+    """Replacement for the model's forward method. It provides the positions while it runs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, local = self.adaptation, self.adaptation.local
@@ -317,7 +317,7 @@ class _Encoder:
 def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
-            f"{path}: expected q and k (B, H, N, D) in scaled_dot_product_attention, got {tuple(q.shape)} and "
+            f"{path}: expected q and k of shape (B, H, N, D) in scaled_dot_product_attention, got {tuple(q.shape)} and "
             f"{tuple(k.shape)}. Leave this module out with modules=, or reshape q and k"
         )
     if q.shape[2] != k.shape[2]:
@@ -328,7 +328,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
 
 
 class _Attention(_Forward):
-    """Forward of an attention module. It encodes q and k when the module calls SDPA."""
+    """Replacement for an attention module's forward method. It encodes q and k when the module calls SDPA."""
 
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)

@@ -270,7 +270,7 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
 
 
 def copy_forward(module: nn.Module, attend: Callable[..., Any]) -> FunctionType | None:
-    """Return a copy of a module's forward that calls ``attend`` in place of ``scaled_dot_product_attention``.
+    """Return a copy of a module's forward method that calls ``attend`` in place of ``scaled_dot_product_attention``.
 
     The private names keep ``attend`` alive. Return None if the forward method does not call SDPA, or if other methods
     or child modules call it.

@@ -316,7 +316,7 @@ def explain_misplaced_options(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         for key in sorted(options & kwargs.keys()):
             raise TypeError(
-                f"{key}: expected in encoding_kwargs, got an argument of {name}; pass "
+                f"{key}: belongs in encoding_kwargs, got it as an argument of {name}; pass "
                 f"encoding_kwargs={{{key!r}: {kwargs[key]!r}}}"
             )
         return function(*args, **kwargs)
@@ -387,7 +387,7 @@ class EncodingStack:
             axes = num_axes if isinstance(module, PresetMd) else module.num_axes
             if (module.head_dim, axes) != (head_dim, num_axes):
                 raise ValueError(
-                    f"encoding: expected a module with head_dim={head_dim} and num_axes={num_axes}, as this model has, "
+                    f"encoding: expected a module with head_dim={head_dim} and num_axes={num_axes}, like this model, "
                     f"got a {type(module).__name__} with head_dim={module.head_dim} and num_axes={module.num_axes}"
                 )
 
@@ -401,7 +401,7 @@ class EncodingStack:
         varies, used = (coords != coords[:1]).any(0), made.omega != 0
         idle = float((used.any(-1) & ~(used & varies).any(-1)).double().mean())
         message = (
-            f"encoding: expected a preset with {num_axes} axes, as this model has, got {made.name!r} with "
+            f"encoding: expected a preset with {num_axes} axes, like this model, got {made.name!r} with "
             f"{made.num_axes}. {idle:.0%} of its channels encode an axis on which all tokens have the same position. "
             "Choose another preset"
         )

@@ -156,7 +156,9 @@ class FrequencyModule(nn.Module):
         if amplitude is not None:
             self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
             if self.gain.shape not in ((), (num_channels,)):
-                raise ValueError(f"amplitude: expected a number or ({num_channels},), got {tuple(self.gain.shape)}")
+                raise ValueError(
+                    f"amplitude: expected a number or a tensor of shape ({num_channels},), got {tuple(self.gain.shape)}"
+                )
             self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
 
     def _learn(self, name: str, device: torch.device | str | None) -> None:

@@ -118,11 +118,11 @@ class Coordinates(Rules):
             object.__setattr__(self, name, number)
         if self.rotated is not None:
             if not isinstance(self.rotated, Tensor):
-                raise TypeError(f"rotated: expected a tensor of bools, got {type(self.rotated).__name__}")
+                raise TypeError(f"rotated: expected a boolean tensor, got {type(self.rotated).__name__}")
             if self.rotated.dtype != torch.bool or self.rotated.shape != self.coords.shape[:-1]:
                 raise ValueError(
-                    f"rotated: expected bools of shape {tuple(self.coords.shape[:-1])}, one per row of coords, "
-                    f"got {self.rotated.dtype} {tuple(self.rotated.shape)}"
+                    f"rotated: expected a boolean tensor of shape {tuple(self.coords.shape[:-1])}, one per row of "
+                    f"coords, got {self.rotated.dtype} {tuple(self.rotated.shape)}"
                 )
             if self.rotated.device != self.coords.device:
                 raise ValueError(

@@ -461,7 +461,7 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
     if isinstance(offset, Tensor):
         if offset.ndim > 1 or offset.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"offset: expected an int, or int32 or int64 of shape (), (1,) or (B,), got {offset.dtype} "
+                f"offset: expected an int, or an int32 or int64 tensor of shape (), (1,) or (B,), got {offset.dtype} "
                 f"{tuple(offset.shape)}"
             )
         if offset.device != device:

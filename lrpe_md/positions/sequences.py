@@ -222,7 +222,8 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
         raise TypeError(f"cu_seqlens: expected a tensor of shape (S + 1,), got {type(cu_seqlens).__name__}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens: expected int32 or int64 of shape (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            f"cu_seqlens: expected an int32 or int64 tensor of shape (S + 1,), got {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}"
         )
     check_at_least(0, num_tokens=num_tokens)
     check_offsets(cu_seqlens, num_tokens, to_the_end=False)

@@ -146,7 +146,7 @@ def describe_training(settings: dict[str, Any]) -> str:
         f"in {precision}{compiled}."
     )
     changed = find_changes(settings)
-    return f"{text} Settings that differ from the defaults of the task: {', '.join(changed)}." if changed else text
+    return f"{text} Settings that differ from the task's defaults: {', '.join(changed)}." if changed else text
 
 
 def find_changes(settings: dict[str, Any]) -> list[str]:

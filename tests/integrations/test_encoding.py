@@ -208,7 +208,7 @@ def test_listed_options_are_accepted(encoding):
 def test_option_of_the_encoding_outside_encoding_kwargs():
     import timm
 
-    message = r"base: expected in encoding_kwargs, got an argument of {}; pass encoding_kwargs={{'base': 100}}$"
+    message = r"base: belongs in encoding_kwargs, got it as an argument of {}; pass encoding_kwargs={{'base': 100}}$"
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=1)
     calls: dict[str, Any] = {
         "adapt": lambda **own: adapt(model, "rotate", **own),

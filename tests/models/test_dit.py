@@ -529,8 +529,8 @@ def test_texts_that_do_not_fit():
         (r"drop: .*no text_encoder", lambda: dit(text=False)(x, t, drop=torch.tensor([True, False]))),
         (r"negative: expected batch size 1, or 2 as in text", lambda: guided(model, text, 2.0, precomputed(2, 3))),
         (r"empty: expected a Text with batch size 1 .*, got batch size 2", lambda: TextFeatures(16, 8, text)),
-        (r"text: expected integer class labels \(B,\), got .*int64 \(2, 1\)", lambda: labels(torch.ones(2, 1).long())),
-        (r"text: expected integer class labels \(B,\), got list; pass torch.tensor of", lambda: labels([1])),
+        (r"text: expected integer class labels of shape \(B,\), got .*int64 \(2, 1\)", lambda: labels(torch.ones(2, 1).long())),
+        (r"text: expected integer class labels of shape \(B,\), got list; pass torch.tensor of", lambda: labels([1])),
         (r"text: expected class labels from 0 to 2, .* got 0 to 4", lambda: labels(torch.tensor([0, 4]))),
         (r"text: expected a sequence of captions, got 'red'", lambda: pretrained("t5")(RED)),
     ):  # fmt: skip

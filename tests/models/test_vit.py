@@ -656,7 +656,7 @@ def test_errors_of_adapt_name_what_was_mixed_up():
 )
 def test_adapt_rejects_a_module_of_other_sizes(encoding, found):
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
-    with pytest.raises(ValueError, match=f"a module with head_dim=16 and num_axes=2, as this model has, got {found}"):
+    with pytest.raises(ValueError, match=f"a module with head_dim=16 and num_axes=2, like this model, got {found}"):
         adapt(model, encoding)
     assert type(model) is timm.models.VisionTransformer  # unchanged
 
@@ -805,7 +805,7 @@ def test_unsuitable_presets(name, kwargs, message):
 @pytest.mark.parametrize("build", [lrpe_vit, lambda encoding, **kwargs: adapt(timm_vit(**kwargs), encoding)])
 def test_a_preset_with_more_axes_warns(build):
     """An image is a single frame. So temporal channels don't rotate, unless their frequencies also depend on space."""
-    message = "expected a preset with 2 axes, as this model has, got 'wan' with 3. 38% of its channels .*split"
+    message = "expected a preset with 2 axes, like this model, got 'wan' with 3. 38% of its channels .*split"
     with pytest.warns(UserWarning, match=message):
         build(encoding="wan", embed_dim=64)
     with warnings.catch_warnings():

@@ -236,7 +236,7 @@ def test_the_report_names_settings_that_differ_from_the_defaults():
     text = "Each model was trained for 60 steps, at batch size 64 and learning rate 0.001, in float32."
     assert report_sizes.describe_training(settings) == text
     training |= {"ema": 0.9, "weight_decay": 0.1, "log_every": 3}  # log_every has no effect on the results
-    more = " Settings that differ from the defaults of the task: `weight_decay` 0.1, `ema` 0.9."
+    more = " Settings that differ from the task's defaults: `weight_decay` 0.1, `ema` 0.9."
     assert report_sizes.describe_training(settings) == text + more
 
 

@@ -148,7 +148,7 @@ def test_numbers_of_the_tables() -> None:
     assert (
         "only questions in the last 8 frames count. Each model was trained for 300 steps, at batch size 32 and" in text
     )
-    assert "learning rate 0.002, in float32. Settings that differ from the defaults of the task: " in text
+    assert "learning rate 0.002, in float32. Settings that differ from the task's defaults: " in text
     assert "4 tokens each write one of 8 values under one of 9 keys" in text
     assert text.endswith("A CPU, torch 2.11, commit 0123456789ab.\n")
     single = report_recall.markdown(RESULTS[RESULTS.seed == 0], CONFIG, "rotate")

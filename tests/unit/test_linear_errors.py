@@ -86,7 +86,7 @@ ERRORS = {
     r"amplitude: expected a finite number, got inf": {"amplitude": float("inf")},
     r"impl: expected one of .*, got 'cuda'": {"impl": "cuda"},
     # gate
-    r"gate: expected bools or floats, got torch.int64": {"gate": torch.ones(2, 1, 7).long()},
+    r"gate: expected a boolean or floating-point tensor, got torch.int64": {"gate": torch.ones(2, 1, 7).long()},
     r"gate: expected shape \(B, H_k or 1, N\) = \(2, 2 or 1, 7\), .*, got \(2, 7\)": {"gate": torch.ones(2, 7)},
     r"gate: expected shape \(B, H_k or 1, N\) = \(2, 1, 7\), .*, got \(2, 2, 7\)": {
         "k": K[:, :1], "v": K[:, :1], "gate": torch.ones(2, 2, 7),
@@ -137,8 +137,14 @@ ERRORS = {
     },
     # several sequences
     r"cu_seqlens: expected a tensor of shape \(num_seqs \+ 1,\), got list": {**ONE, "cu_seqlens": [0, 7]},
-    r"cu_seqlens: expected int32 or int64 of shape \(num_seqs \+ 1,\), got torch.float32": {**ONE, "cu_seqlens": CU.float()},
-    r"cu_seqlens: expected int32 or int64 of shape \(num_seqs \+ 1,\), got torch.int64 \(1,\)": {**ONE, "cu_seqlens": CU[:1]},
+    r"cu_seqlens: expected an int32 or int64 tensor of shape \(num_seqs \+ 1,\), got torch.float32": {
+        **ONE,
+        "cu_seqlens": CU.float(),
+    },
+    r"cu_seqlens: expected an int32 or int64 tensor of shape \(num_seqs \+ 1,\), got torch.int64 \(1,\)": {
+        **ONE,
+        "cu_seqlens": CU[:1],
+    },
     r"cu_seqlens: expected sequences packed in q \(1, H, N, D\), got \(2, 4, 7, 8\)": {"cu_seqlens": CU},
     r"cu_seqlens: expected a tensor on q's device cpu, got meta": {**ONE, "cu_seqlens": CU.to("meta")},
     **{

@@ -495,7 +495,7 @@ ERRORS = [
     ({"block": 6, "decay": torch.tensor([0.5, 1.5])}, r"factors in \(0, 1\], got values from 0.5 to 1.5"),
     ({"block": 6, "decay": torch.tensor([0.0, 0.5])}, "from 0 to 0.5"),
     ({"block": 6, "decay": torch.tensor([0.5, float("nan")])}, "got values from nan"),
-    ({"block": 6, "decay": torch.ones(2, dtype=torch.int64)}, "decay: expected floats"),
+    ({"block": 6, "decay": torch.ones(2, dtype=torch.int64)}, "decay: expected a floating-point tensor"),
     ({"block": 6, "decay": [0.5, 0.5]}, "decay: expected a tensor"),
 ]
 

@@ -131,7 +131,7 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
     form = "(H_k or 1,) or (B or 1, H_k or 1, blocks)"
     check_dense("decay", decay, form)
     if not decay.is_floating_point():
-        raise TypeError(f"decay: expected floats, got {decay.dtype}")
+        raise TypeError(f"decay: expected a floating-point tensor, got {decay.dtype}")
     num_blocks, unit = num_tokens, "tokens"
     if attention.mask == "block":
         num_blocks, unit = (num_tokens - sum(layout.ends)) // attention.block, "blocks between prefix and suffix"
@@ -214,7 +214,7 @@ def check_gate(gate: Any, k: Tensor) -> None:
     batch, heads, num_tokens, _ = k.shape
     check_dense("gate", gate, "(B, H_k or 1, N)")
     if not (gate.dtype == torch.bool or gate.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
-        raise TypeError(f"gate: expected bools or floats, got {gate.dtype}")
+        raise TypeError(f"gate: expected a boolean or floating-point tensor, got {gate.dtype}")
     if gate.ndim != 3 or gate.shape[0] != batch or gate.shape[1] not in (1, heads) or gate.shape[2] != num_tokens:
         raise ValueError(
             f"gate: expected shape (B, H_k or 1, N) = ({batch}, {or_one(heads)}, {num_tokens}), one weight per key, "
@@ -230,7 +230,8 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: 
     check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens: expected int32 or int64 of shape (num_seqs + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            f"cu_seqlens: expected an int32 or int64 tensor of shape (num_seqs + 1,), got {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}"
         )
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens: expected a tensor on q's device {q.device}, got {cu_seqlens.device}")
