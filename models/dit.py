@@ -558,7 +558,9 @@ class DiT(nn.Module):
         if text is None:
             return self.empty_text(batch)
         if drop is not None and (drop.dtype != torch.bool or drop.shape != (batch,)):
-            raise ValueError(f"drop: expected bool ({batch},), got {drop.dtype} {tuple(drop.shape)}")
+            raise ValueError(
+                f"drop: expected a boolean tensor of shape ({batch},), got {drop.dtype} {tuple(drop.shape)}"
+            )
         drop_inputs = getattr(self.text_encoder, "drop", None)
         if drop is not None and drop_inputs is not None and not isinstance(text, Text):
             text, drop = drop_inputs(text, drop), None

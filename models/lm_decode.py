@@ -181,7 +181,7 @@ def left_pad(prompts: Sequence[Tensor], value: int = 0) -> tuple[Tensor, Tensor]
     """Pad prompts (N_i,) on the left. Return the batch (B, N) and the number of padding tokens (B,) of each prompt."""
     if not prompts or any(p.ndim != 1 or not len(p) for p in prompts):
         raise ValueError(
-            f"prompts: expected at least one prompt (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"
+            f"prompts: expected at least one prompt of shape (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"
         )
     longest = max(len(p) for p in prompts)
     padding = [longest - len(p) for p in prompts]

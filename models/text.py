@@ -155,9 +155,11 @@ class TextEncoder(nn.Module):
     def forward(self, tokens: Tensor) -> Text:
         """Encode tokens (B, L) as features (B, L, C), a mask (B, L) and pooled features (B, C)."""
         if not isinstance(tokens, Tensor):
-            raise ValueError(f"text: expected tokens (B, L), got {type(tokens).__name__}; pass tokenize(captions)")
+            raise ValueError(
+                f"text: expected tokens of shape (B, L), got {type(tokens).__name__}; pass tokenize(captions)"
+            )
         if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(f"text: expected integer tokens (B, L), got {tokens.dtype} {tuple(tokens.shape)}")
+            raise ValueError(f"text: expected integer tokens of shape (B, L), got {tokens.dtype} {tuple(tokens.shape)}")
         mask = tokens != PAD
         context = Context(self.encoding, Grid((tokens.shape[1],)), mask[:, None, None])
         x = self.embed(tokens)

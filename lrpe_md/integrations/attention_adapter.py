@@ -133,8 +133,8 @@ def _check_positions(positions: Any) -> Any:
     if positions is None or isinstance(positions, (Grid, Coordinates, Tensor)):
         return positions
     raise TypeError(
-        "positions: expected a Grid, Coordinates, a tensor of shape (N, K) or (B, N, K), or a function that returns one, "
-        f"got {describe_positions(positions)}"
+        "positions: expected a Grid, Coordinates, a tensor of shape (N, K) or (B, N, K), or a function that returns "
+        f"one, got {describe_positions(positions)}"
     )
 
 

@@ -234,8 +234,8 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
     if isinstance(offset, Tensor):
         if offset.dtype not in (torch.int32, torch.int64) or tuple(offset.shape) not in ((), (1,), (num,)):
             raise ValueError(
-                f"offset: expected an int, or int32 or int64 of shape (), (1,) or ({num},), got {offset.dtype} "
-                f"{tuple(offset.shape)}"
+                f"offset: expected an int, or an int32 or int64 tensor of shape (), (1,) or ({num},), got "
+                f"{offset.dtype} {tuple(offset.shape)}"
             )
         shift = shift + offset.to(device, non_blocking=not offset.is_cuda)
     elif isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
@@ -253,7 +253,7 @@ def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, d
     if cu_seqlens is None:
         return offset_positions(x.shape[2], offset, x.device)
     if x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: expected sequences packed in x (1, H, N, D), got {tuple(x.shape)}")
+        raise ValueError(f"cu_seqlens: expected sequences packed in x of shape (1, H, N, D), got {tuple(x.shape)}")
     refuse_mixing(dim)
     return packed_positions(cu_seqlens, x.shape[2], offset)
 
@@ -363,7 +363,7 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
             raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} at index {i}")
         table = segment.grid if isinstance(segment, (After, Before)) else segment
         if isinstance(table, Coordinates) and table.coords.ndim != 2:
-            raise ValueError(f"segments: expected coords (N, K), got {tuple(table.coords.shape)} at index {i}")
+            raise ValueError(f"segments: expected coords of shape (N, K), got {tuple(table.coords.shape)} at index {i}")
     return num_axes
 
 
@@ -442,7 +442,7 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
             raise TypeError(f"samples: expected a Grid or Coordinates at index {i}, got {describe_positions(sample)}")
         _check_known("samples", sample, i)
         if isinstance(sample, Coordinates) and sample.coords.ndim != 2:
-            raise ValueError(f"samples: expected coords (N, K), got {tuple(sample.coords.shape)} at index {i}")
+            raise ValueError(f"samples: expected coords of shape (N, K), got {tuple(sample.coords.shape)} at index {i}")
         if sample.num_axes != samples[0].num_axes:
             raise ValueError(
                 f"samples: expected {samples[0].num_axes} axes in each sample, got {sample.num_axes} at index {i}"

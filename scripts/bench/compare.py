@@ -106,7 +106,7 @@ def main(
     try:
         rows = find_regressions(read(old), read(new), tolerance)
     except ValueError as error:
-        raise typer.BadParameter(f"OLD, NEW: expected commits, {error}") from None
+        raise typer.BadParameter(f"OLD, NEW: expected commits: {error}") from None
     table = Table("file", "measurement", "before", "after", "")
     for row in rows.itertuples():
         _, name, what, before, after = row

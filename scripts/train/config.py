@@ -287,7 +287,7 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
         near = " or ".join(str(each) for each in (below, below + multiple) if each)
         product = f"{heads} (--heads)" if per_head == 1 else f"{per_head} × {heads} (--heads)"
         raise typer.BadParameter(
-            f"{option}: expected a multiple of {product}, got {width}; pass {option} {near}, or other --heads"
+            f"{option}: expected a multiple of {product}, got {width}; pass {option} {near}, or change --heads"
         )
 
 
