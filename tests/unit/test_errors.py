@@ -136,7 +136,7 @@ BAD = {
         lambda: cosine(x.transpose(1, 2), omega=omega, positions=grid.coordinates()),
     ),
     "tokens before heads in a module": (
-        ValueError, r"q: expected a multiple of the module's num_heads, 8.*pass x.transpose\(1, 2\)",
+        ValueError, r"q: expected a number of heads divisible by num_heads=8 .*pass x.transpose\(1, 2\)",
         lambda: RotateMd(8, num_heads=8)(*2 * [torch.randn(2, 12, 8, 8)], positions=grid),
     ),
     "tokens before heads, tables": (
