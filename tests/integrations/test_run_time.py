@@ -576,7 +576,9 @@ def test_places_of_modules():
     expected = rotate(x, omega=module.omega, positions=Coordinates(turned, prefix=2))
     torch.testing.assert_close(module(x, positions=grid), expected)
     module.set_places(0, torch.arange(2.0))
-    with pytest.raises(ValueError, match=r"places: expected numbers \(n,\) for the 3 tokens of axis 0, got .*\(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"places: expected a 1-D tensor with at least 3 real numbers, .*axis 0, got .*\(2,\)"
+    ):
         module(x, positions=grid)
     for axis in (0, 1):
         module.set_places(axis, None)
@@ -609,7 +611,7 @@ def test_errors():
         set_scaling("pipe", None)
     with pytest.raises(ValueError, match="model: expected a model with encodings, found none in Linear"):
         set_scaling(nn.Linear(2, 2), None)
-    with pytest.raises(ValueError, match=r"scaling: expected one scaling for each of 2 axes \(encoding\), got 3"):
+    with pytest.raises(ValueError, match=r"scaling: expected one value for each of the 2 axes of encoding, got 3"):
         set_scaling(dit(), (None, None, None))
     mixed = RotateMd(16, 2, frequencies="mixed", num_heads=2)
     with pytest.raises(

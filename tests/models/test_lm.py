@@ -426,7 +426,7 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     for message, call in {
-        r"prompt: expected an integer tensor of shape \(B, N\), got str; .*torch.tensor\(\[list": lambda: generate(
+        r"prompt: expected an integer tensor of shape \(B, N\), got str\. .*torch.tensor\(\[list": lambda: generate(
             model, "hello", 2
         ),
         r"scaling: expected a function of theta, such as partial\(yarn_scaling, .*got 4.0": lambda: model.rescale(4.0),

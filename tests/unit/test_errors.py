@@ -124,7 +124,7 @@ BAD = {
         lambda: Rotate1d(8)(torch.randn(4, 1, 4, 8), positions=torch.arange(4).expand(4, 4)),
     ),
     "positions (N,)": (
-        ValueError, r"coords: .*got shape \(12,\); .*pass coords\[:, None\]",
+        ValueError, r"coords: .*got \(12,\); .*pass coords\[:, None\]",
         lambda: Rotate1d(8)(x, positions=torch.arange(12)),
     ),
     "tokens before heads": (
