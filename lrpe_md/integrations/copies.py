@@ -256,7 +256,7 @@ def _nested_function(code: CodeType, function: FunctionType) -> FunctionType:
 
 @functools.cache
 def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[int, Any], ...]) -> FunctionType:
-    """Return a function with other code and other cell contents (by cell index). It is always the same object."""
+    """Return a function with different code and cell contents (by cell index). It is always the same object."""
     cells = list(function.__closure__ or ())
     replaced = {id(cells[i].cell_contents): ours for i, ours in changed}  # may include __wrapped__
     for i, ours in changed:
