@@ -358,7 +358,7 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
 def derive_class(
     cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
 ) -> Any:
-    """Return a class of the same name with other methods. It is always the same object.
+    """Return a class of the same name with different methods. It is always the same object.
 
     ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``recipe.derive(cls)`` recreates this
     class. ``extras`` holds additional attributes of the class's objects.

@@ -305,7 +305,7 @@ def as_real(t: Tensor) -> Tensor:
 class Reading:
     """Rotations that were read with coded tables. All entries differ, and are evenly spaced from 0.5 up to 1.
 
-    The result is a guess from one set of sizes and values. :func:`compare` confirms it with other sizes and values.
+    The result is a guess from one set of sizes and values. :func:`compare` confirms it with different sizes and values.
     """
 
     def __init__(self, probe: Probe, layout: LeafShapes) -> None:
@@ -510,7 +510,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
 
 
 def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
-    """Read the rotations for one layout. Verify the plan at other sizes, and with the call's dtypes and gradients."""
+    """Read the rotations for one layout. Verify the plan at different sizes, and with the call's dtypes and gradients."""
     probe.offset = min(probe.offset, 1)
     turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
     probe.offset *= 2

@@ -457,7 +457,7 @@ def empty_weight_sums(V: tl.constexpr):
 
 @triton.jit
 def add_weight_products(sums, products, group, V: tl.constexpr):
-    """Add the products of a block of tokens to the sums of their token groups."""
+    """Add the products for a block of tokens to the sums for their token groups."""
     new_sums = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]

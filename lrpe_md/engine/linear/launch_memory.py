@@ -156,7 +156,7 @@ def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Te
 
 
 def count_transition(sizes: Sizes, call: LinearCall) -> int:
-    """Return the number of elements in A of a block, including the separate A of unrotated sums."""
+    """Return the number of elements in a block's A, including the separate A for unrotated sums."""
     return sizes.num_features**2 + (sizes.num_sums**2 if call.attention.normalizer == "unrotated" else 0)
 
 
