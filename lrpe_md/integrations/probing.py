@@ -510,7 +510,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
 
 
 def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
-    """Read the rotations for one layout. Verify the plan at different sizes, and with the call's dtypes and gradients."""
+    """Read the rotations for one layout. Verify the plan at different sizes, with the call's dtypes and gradients."""
     probe.offset = min(probe.offset, 1)
     turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
     probe.offset *= 2

@@ -634,7 +634,7 @@ def test_errors():
         ValueError, match=r"scaling: expected a function that returns theta of shape \(2, 8\), got \(1, 8\)"
     ):
         set_scaling(RotateMd(16, 1, num_heads=2, learnable=True), lambda theta: (theta[:1], 1.0))
-    with pytest.raises(ValueError, match=r"scaling: .* amplitude .* number or \(8,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"scaling: .* amplitude .* number or a tensor of shape \(8,\), got \(3,\)"):
         set_scaling(RotateMd(16, 1), lambda theta: (theta, theta[:3]))
     with pytest.raises(
         ValueError, match=r"scaling: expected a function that returns theta of shape \(4,\), got \(8,\)"
