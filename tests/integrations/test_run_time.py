@@ -659,7 +659,7 @@ def test_errors():
         RotateMd(16, 2).adjust(torch.ones(3, 1))
     with pytest.raises(ValueError, match=r"places: .* axis 1, got torch.float32 \(1, 2\)"):
         Grid((2, 3)).along({1: torch.zeros(1, 2)})
-    with pytest.raises(ValueError, match=r"places: expected numbers .* axis 1, got torch.bool \(3,\)"):
+    with pytest.raises(ValueError, match=r"places: expected a 1-D tensor .* axis 1, got torch.bool \(3,\)"):
         Grid((2, 3)).along({1: torch.ones(3, dtype=torch.bool)})
     with pytest.raises(ValueError, match="axes: expected None or numbers from 0 to 1, got"):
         Grid((2, 3)).along({2: torch.zeros(3)})
