@@ -85,9 +85,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         "",
         f"In each frame, {training['writes']} tokens each write one of {training['values']} values under one of "
         f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key (a key "
-        f"lookup). Up to {training['questions']} tokens ask for the value at an offset (a place lookup). The offsets, "
-        f"in frames back, rows down and columns right, are {offsets}. The model has {training['depth']} "
-        f"layers with {training['heads']} heads and {training['dim']} channels.",
+        f"lookup), or for the value at an offset in frames back, rows down and columns right (a place lookup): {offsets}. "
+        f"The model has {training['depth']} layers with {training['heads']} heads and {training['dim']} channels.",
         "",
     ]
     for kind in KINDS:
