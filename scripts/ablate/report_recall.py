@@ -84,9 +84,10 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         f"{frames_of(trained)} frames count. {describe_training(config['settings'])}",
         "",
         f"In each frame, {training['writes']} tokens each write one of {training['values']} values under one of "
-        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key (a key "
-        f"lookup), or for the value at an offset in frames back, rows down and columns right (a place lookup): {offsets}. "
-        f"The model has {training['depth']} layers with {training['heads']} heads and {training['dim']} channels.",
+        f"{training['keys']} keys. For each kind of lookup, up to {training['questions']} tokens ask for a value: the "
+        f"latest value of a key, or the value at one of these offsets (frames back, rows down, columns right): "
+        f"{offsets}. The model has {training['depth']} layers with {training['heads']} heads and {training['dim']} "
+        "channels.",
         "",
     ]
     for kind in KINDS:
