@@ -107,7 +107,10 @@ class Decoder:
             IndexError: if a cache with softmax attention is full.
         """
         if tuple(token.shape) != (len(self.token),) or token.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"token: expected integers ({len(self.token)},), got {token.dtype} {tuple(token.shape)}")
+            raise ValueError(
+                f"token: expected an integer tensor of shape ({len(self.token)},), got {token.dtype} "
+                f"{tuple(token.shape)}"
+            )
         self._take_room(self.length, 1)
         self.token.copy_(token[:, None])
         if self.graph is None:
@@ -178,7 +181,7 @@ def left_pad(prompts: Sequence[Tensor], value: int = 0) -> tuple[Tensor, Tensor]
     """Pad prompts (N_i,) on the left. Return the batch (B, N) and the number of padding tokens (B,) of each prompt."""
     if not prompts or any(p.ndim != 1 or not len(p) for p in prompts):
         raise ValueError(
-            f"prompts: expected at least one prompt (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"
+            f"prompts: expected at least one prompt of shape (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"
         )
     longest = max(len(p) for p in prompts)
     padding = [longest - len(p) for p in prompts]
