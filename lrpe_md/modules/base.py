@@ -138,8 +138,8 @@ class FrequencyModule(nn.Module):
         self.learnable, self.dtype, self.phase_dtype = learnable, dtype, phase_dtype or dtype
         self.phase_groups, self.keys_alone = phase_groups, phase == "k"
         self.act: Act = act
-        self.dim = dim
         self.impl: Impl = impl
+        self.dim, self.gain = dim, None  # gain rebuilds the buffer when a meta module is materialised
         self.shapes: dict[str, torch.Size] = {}  # full shapes of the flattened parameters
         if not learnable:
             self.register_buffer("omega", self._initial("omega", device), persistent=False)
@@ -151,8 +151,6 @@ class FrequencyModule(nn.Module):
         if "log_theta" in self._parameters:
             self._set_sign(self._initial_sign(device), persistent=False)
         self._mark()
-        # Needed to rebuild the buffer when a module made on the meta device is materialised.
-        self.gain = None
         if amplitude is not None:
             self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
             if self.gain.shape not in ((), (num_channels,)):
