@@ -136,14 +136,14 @@ def is_finite_number(value: Any) -> bool:
 def check_dense(name: str, value: Any, form: str) -> None:
     """Check that a value is a dense, strided tensor. ``form`` describes the expected shape in the error."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor {form}, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a tensor of shape {form}, got {type(value).__name__}")
     if value.is_nested:
         raise TypeError(
-            f"{name}: expected a dense tensor {form}, got a nested one; pad it, or pack its sequences "
+            f"{name}: expected a dense tensor of shape {form}, got a nested one; pad it, or pack its sequences "
             "into (1, H, N, D) and describe their positions with lrpe_md.pack or cu_seqlens"
         )
     if value.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor {form}, got {value.layout}; use to_dense()")
+        raise TypeError(f"{name}: expected a dense tensor of shape {form}, got {value.layout}; use to_dense()")
 
 
 def is_real(t: Tensor) -> bool:

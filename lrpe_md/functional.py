@@ -123,8 +123,8 @@ def cosine(
     The result is differentiable with respect to xs, omega, phase, and the norm's weight and bias. Ordinary gradients
     come from a fused, deterministic backward pass. Under ``torch.func`` transforms, and for forward mode and double
     backward, "auto" runs the reference, which is differentiable to any order and also with respect to coordinates and
-    amplitude. Gradients of tables are computed by the reference, at its speed. You can only pass ``out`` to calls that
-    don't record gradients.
+    amplitude. Gradients with respect to tables use the slower reference implementation. You can only pass ``out`` to
+    calls that don't record gradients.
 
     Raises:
         ValueError, TypeError: for an invalid argument, before a kernel is launched.
@@ -211,8 +211,8 @@ def rotate(
             as in many libraries, therefore work unchanged.
         pairs: "half" pairs channel p with p + R/2 (Llama), and "interleaved" pairs 2p with 2p + 1 (RoFormer). A
             sequence of integers gives the size of each block in pairs, and each block uses the half layout.
-        rotary_dim: channels to rotate, the first R (an int) or a slice. The others become x̄. By default, all channels
-            are rotated.
+        rotary_dim: channels to rotate, the first R (an int) or a slice. The other channels become x̄. By default, all
+            channels are rotated.
         phase: φ (H or 1, R/2), or a pair (for q, for k).
         amplitude: a number, or a tensor (R/2,) or (H or 1, R/2), as in YaRN and LongRoPE.
         inverse: rotate by -Θ, where Θ includes the phase. This undoes a rotation, but not an activation or amplitude.

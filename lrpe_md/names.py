@@ -1,4 +1,4 @@
-"""Public names that ``import lrpe_md`` loads immediately. ``lrpe_md/__init__.py`` lists the others."""
+"""Public names that ``import lrpe_md`` loads immediately. ``lrpe_md/__init__.py`` lists the other names."""
 
 from .frequencies.axial import axial_omega as axial_omega
 from .frequencies.dense import dense_omega as dense_omega

@@ -164,7 +164,7 @@ def attend(
             sums after the last token follow. The returned state then also contains the reverse direction's sums before
             the first token.
         ends: numbers of prefix and suffix tokens with mask "block". Prefix and suffix are separate blocks.
-        operands: dtype to which both factors of each product are rounded, also in the backward. Used by tests.
+        operands: dtype to which both factors of each product are rounded, also in the backward pass. Used by tests.
     """
     with no_autocast(q):
         k, v = zero_gated_tokens(gate, k, v)

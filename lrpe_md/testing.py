@@ -124,7 +124,7 @@ class Inputs:
         return _make_norm(self.case, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Return the inputs with all floating-point tensors cast to another dtype."""
+        """Return the inputs with all floating-point tensors cast to a different dtype."""
 
         def cast(t: Tensor) -> Tensor:
             if t.is_complex():
@@ -293,7 +293,7 @@ def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Tensor]:
-    """Run forward and backward, and return the outputs and gradients by name.
+    """Run a forward and a backward pass, and return the outputs and gradients by name.
 
     The names are y0 (and y1), dx0 (and dx1), domega and dphase, and dweight0, .. for a norm.
     """
@@ -560,7 +560,7 @@ class LinearInputs:
         return _make_norm(self.case.encoding, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> LinearInputs:
-        """Return the inputs with all floating-point tensors cast to another dtype."""
+        """Return the inputs with all floating-point tensors cast to a different dtype."""
 
         def cast(t: Any) -> Any:
             if isinstance(t, tuple):

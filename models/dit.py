@@ -79,13 +79,13 @@ def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Te
 
 
 def check_input(x: Tensor, in_chans: int, num_axes: int) -> None:
-    """Check that x is (B, in_chans, [frames,] height, width), and suggest a fix if the channels are on another axis."""
+    """Check that x is (B, in_chans, [frames,] height, width), and suggest a fix if the channels are elsewhere."""
     if x.ndim == 2 + num_axes and x.shape[1] == in_chans:
         return
     axis = next((i for i in range(2, x.ndim) if x.shape[i] == in_chans), None) if x.ndim == 2 + num_axes else None
     raise ValueError(
-        f"x: expected (B, {in_chans}, {', '.join(['frames', 'height', 'width'][-num_axes:])}), got {tuple(x.shape)}"
-        + ("" if axis is None else f"; if axis {axis} has the channels, pass x.movedim({axis}, 1)")
+        f"x: expected shape (B, {in_chans}, {', '.join(['frames', 'height', 'width'][-num_axes:])}), got "
+        f"{tuple(x.shape)}" + ("" if axis is None else f"; if axis {axis} has the channels, pass x.movedim({axis}, 1)")
     )
 
 
@@ -558,14 +558,17 @@ class DiT(nn.Module):
         if text is None:
             return self.empty_text(batch)
         if drop is not None and (drop.dtype != torch.bool or drop.shape != (batch,)):
-            raise ValueError(f"drop: expected bool ({batch},), got {drop.dtype} {tuple(drop.shape)}")
+            raise ValueError(
+                f"drop: expected a boolean tensor of shape ({batch},), got {drop.dtype} {tuple(drop.shape)}"
+            )
         drop_inputs = getattr(self.text_encoder, "drop", None)
         if drop is not None and drop_inputs is not None and not isinstance(text, Text):
             text, drop = drop_inputs(text, drop), None
         encoded = self.encode_text(text)
         if encoded.batch_size != batch:
             raise ValueError(
-                f"text: expected one text for each of {batch} samples, got {encoded.batch_size}; repeat your texts"
+                f"text: expected batch size {batch} (one caption per sample), got {encoded.batch_size}; repeat "
+                "your captions"
             )
         return encoded if drop is None else replace_texts(encoded, self.empty_text(1, text), drop)
 
@@ -573,7 +576,10 @@ class DiT(nn.Module):
         """Check x and t, and return the shape of the patch grid."""
         check_input(x, self.in_chans, self.num_axes)
         if t.ndim != 1 or t.shape[0] != x.shape[0] or not t.is_floating_point():
-            raise ValueError(f"t: expected floats ({x.shape[0]},), one per sample, got {t.dtype} {tuple(t.shape)}")
+            raise ValueError(
+                f"t: expected a floating-point tensor of shape ({x.shape[0]},), one value per sample, got {t.dtype} "
+                f"{tuple(t.shape)}"
+            )
         if any(n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):
             raise ValueError(f"x: expected sizes that are multiples of {self.patch_size}, got {tuple(x.shape[2:])}")
         return tuple(n // p for n, p in zip(x.shape[2:], self.patch_size, strict=True))

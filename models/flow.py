@@ -89,7 +89,7 @@ def flow_matching_loss(
         t: times (B,), from 0 (image) to 1 (noise).
         noise: noise ε, with x's shape.
         drop: mask (B,) of the samples whose text is replaced by the empty condition. To use guidance later, drop about
-            a tenth of the texts in training.
+            a tenth of the captions in training.
         prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or "sample" (x). The default is
             ``model.prediction``, or "velocity" for a model without this attribute.
     """
@@ -144,7 +144,7 @@ def guided(model: Any, text: Any = None, guidance_scale: float = 1.0, negative: 
 
     Raises:
         TypeError: if there is no negative, and the text_encoder has no method ``empty``.
-        ValueError: if the number of negative texts is neither 1 nor B.
+        ValueError: if the batch size of negative is neither 1 nor B.
 
     Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598).
     """
@@ -157,14 +157,16 @@ def guided(model: Any, text: Any = None, guidance_scale: float = 1.0, negative: 
     if text is None:
         wanted = model.empty_text(batch)
     if away.batch_size not in (1, batch):
-        raise ValueError(f"negative: expected 1 text, or as many as in text ({batch}), got {away.batch_size}")
+        raise ValueError(f"negative: expected batch size 1, or {batch} as in text, got {away.batch_size}")
     away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
     both = join_texts(wanted, away)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
         if len(z) != batch:
             name = "negative" if text is None else "text"
-            raise ValueError(f"{name}: expected one text for each of {len(z)} samples, got {batch}; repeat your texts")
+            raise ValueError(
+                f"{name}: expected batch size {len(z)} (one caption per sample), got {batch}; repeat your captions"
+            )
         with_text, without = model(torch.cat([z, z]), torch.cat([t, t]), both).chunk(2)
         return without + guidance_scale * (with_text - without)
 

@@ -93,7 +93,7 @@ def _check_kept(before: Any, k: Tensor, v: Tensor, prefix: int, size: int) -> No
     if not fits:
         found = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in before]
         raise ValueError(
-            f"state: expected keys and values ({k.shape[0]}, {k.shape[1]}, {prefix} + a multiple of {size}, "
+            f"state: expected keys and values of shape ({k.shape[0]}, {k.shape[1]}, {prefix} + a multiple of {size}, "
             f"{k.shape[3]}) in {k.dtype} on {k.device}, got {found}"
         )
 

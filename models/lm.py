@@ -274,13 +274,15 @@ def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
     """Check that tokens are integers (B, N) with N > 0, and that B equals ``batch`` if that is not None."""
     if not isinstance(tokens, Tensor):
         raise TypeError(
-            f"{name}: expected a tensor of integers (B, N), got {type(tokens).__name__}; for the bytes of a text, pass "
-            "torch.tensor([list(text.encode())])"
+            f"{name}: expected an integer tensor of shape (B, N), got {type(tokens).__name__}. To encode a string as "
+            "bytes, pass torch.tensor([list(text.encode())])"
         )
     whole = tokens.dtype in (torch.int32, torch.int64)
     if not whole or tokens.ndim != 2 or tokens.shape[1] < 1 or batch not in (None, tokens.shape[0]):
         form = "(B, N)" if batch is None else f"({batch}, N)"
-        raise ValueError(f"{name}: expected integers {form}, N > 0, got {tokens.dtype} {tuple(tokens.shape)}")
+        raise ValueError(
+            f"{name}: expected an integer tensor of shape {form} with N > 0, got {tokens.dtype} {tuple(tokens.shape)}"
+        )
 
 
 def check_room(length: int, number: int, max_length: int) -> None:
@@ -296,7 +298,7 @@ class CausalLm(nn.Module):
     """Causal language model that computes logits (B, N, vocab_size) from tokens (B, N).
 
     Logits are differentiable with respect to all parameters, including learned frequencies and phases. Their dtype is
-    that of the weights, or the autocast dtype. Frequencies stay float32 if you cast the model to another dtype.
+    that of the weights, or the autocast dtype. Frequencies stay float32 if you cast the model to a different dtype.
     """
 
     def __init__(self, config: LmConfig) -> None:
@@ -374,7 +376,10 @@ class CausalLm(nn.Module):
         padded = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         if padding is not None:
             if tuple(padding.shape) != (batch,) or padding.is_floating_point():
-                raise ValueError(f"padding: expected integers ({batch},), got {padding.dtype} {tuple(padding.shape)}")
+                raise ValueError(
+                    f"padding: expected an integer tensor of shape ({batch},), got {padding.dtype} "
+                    f"{tuple(padding.shape)}"
+                )
             padded.copy_(padding)
         return Cache(padded.new_zeros(()), padded, layers, max_length)
 

@@ -109,7 +109,10 @@ class Decoder:
             IndexError: if a cache with softmax attention is full.
         """
         if tuple(token.shape) != (len(self.token),) or token.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"token: expected integers ({len(self.token)},), got {token.dtype} {tuple(token.shape)}")
+            raise ValueError(
+                f"token: expected an integer tensor of shape ({len(self.token)},), got {token.dtype} "
+                f"{tuple(token.shape)}"
+            )
         self._take_room(self.length, 1)
         self.token.copy_(token[:, None])
         if self.graph is None:
@@ -123,8 +126,8 @@ class Decoder:
         if prompt.device.type == "cpu" and not 0 <= prompt.min() <= prompt.max() < size:
             least, most = prompt.min().item(), prompt.max().item()
             raise ValueError(
-                f"prompt: expected tokens from 0 to {size - 1}, got values from {least} to {most}; for the bytes of a "
-                "text, pass torch.tensor([list(text.encode())])"
+                f"prompt: expected tokens from 0 to {size - 1}, got values from {least} to {most}. To encode a "
+                "string as bytes, pass torch.tensor([list(text.encode())])"
             )
 
     def _take_room(self, length: int, number: int) -> None:
@@ -190,12 +193,12 @@ def left_pad(prompts: Sequence[Tensor], value: int = 0) -> tuple[Tensor, Tensor]
     """Pad prompts (N_i,) on the left. Return the batch (B, N) and the number of padding tokens (B,) of each prompt."""
     if not all(isinstance(p, Tensor) for p in prompts):
         raise TypeError(
-            f"prompts: expected tensors of integers (N,), got {[type(p).__name__ for p in prompts]}; for the bytes of "
-            "a text, pass torch.tensor(list(text.encode()))"
+            f"prompts: expected integer tensors of shape (N,), got {[type(p).__name__ for p in prompts]}. To encode a "
+            "string as bytes, pass torch.tensor(list(text.encode()))"
         )
     if len(prompts) == 0 or any(p.ndim != 1 or not len(p) for p in prompts):
         raise ValueError(
-            f"prompts: expected at least one prompt (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"
+            f"prompts: expected at least one prompt of shape (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"
         )
     longest = max(len(p) for p in prompts)
     padding = [longest - len(p) for p in prompts]

@@ -66,7 +66,7 @@ class Text(NamedTuple):
 
 
 def join_texts(first: Text, second: Text) -> Text:
-    """Pad two texts to the same length, and concatenate them along the batch."""
+    """Pad two sequences of text tokens to the same length, and concatenate them along the batch."""
     (a, mask, p), (b, other, r) = _padded_alike(first, second)
     return Text(
         None if a is None or b is None else torch.cat([a, b]),
@@ -155,9 +155,11 @@ class TextEncoder(nn.Module):
     def forward(self, tokens: Tensor) -> Text:
         """Encode tokens (B, L) as features (B, L, C), a mask (B, L) and pooled features (B, C)."""
         if not isinstance(tokens, Tensor):
-            raise ValueError(f"text: expected tokens (B, L), got {type(tokens).__name__}; pass tokenize(captions)")
+            raise ValueError(
+                f"text: expected tokens of shape (B, L), got {type(tokens).__name__}; pass tokenize(captions)"
+            )
         if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(f"text: expected integer tokens (B, L), got {tokens.dtype} {tuple(tokens.shape)}")
+            raise ValueError(f"text: expected integer tokens of shape (B, L), got {tokens.dtype} {tuple(tokens.shape)}")
         mask = tokens != PAD
         context = Context(self.encoding, Grid((tokens.shape[1],)), mask[:, None, None])
         x = self.embed(tokens)
@@ -197,7 +199,7 @@ class LabelEncoder(nn.Module):
             got = f"{type(labels).__name__}; pass torch.tensor of class numbers"
             if isinstance(labels, Tensor):
                 got = f"{labels.dtype} {tuple(labels.shape)}"
-            raise ValueError(f"text: expected integer class labels (B,), got {got}")
+            raise ValueError(f"text: expected integer class labels of shape (B,), got {got}")
         if can_read(labels) and bool(((labels < 0) | (labels > self.num_classes)).any()):
             raise ValueError(
                 f"text: expected class labels from 0 to {self.num_classes - 1}, or {self.num_classes} for no class, "
@@ -236,7 +238,8 @@ class TextFeatures(nn.Module):
             pooled = torch.zeros(1, pooled_width) if pooled_width else None
             empty = Text(torch.zeros(1, 1, width) if width else None, None, pooled)
         if not isinstance(empty, Text) or empty.batch_size != 1:
-            raise ValueError(f"empty: expected the Text of one empty caption, got {type(empty).__name__}")
+            found = f"batch size {empty.batch_size}" if isinstance(empty, Text) else type(empty).__name__
+            raise ValueError(f"empty: expected a Text with batch size 1 (the encoded empty caption), got {found}")
         for name, value in empty._asdict().items():
             self.register_buffer(
                 f"empty_{name}", None if value is None else value.detach().clone(memory_format=torch.contiguous_format)

@@ -429,7 +429,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
                 "causal attention and a memory need drop_unit='tube'"
             )
         if keep.ndim not in (1, 2) or keep.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"keep: expected integers (n,) or (B, n), got {keep.dtype} {tuple(keep.shape)}")
+            raise ValueError(
+                f"keep: expected an integer tensor of shape (n,) or (B, n), got {keep.dtype} {tuple(keep.shape)}"
+            )
         index = self._tokens(keep, shape).expand(x.shape[0], -1)
         return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
@@ -487,14 +489,14 @@ def _as_grid(what: str, positions: Grid | Coordinates) -> Grid:
 
 
 def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Resample a position table (1, C, T, H, W) to another grid size."""
+    """Resample a position table (1, C, T, H, W) to a different grid size."""
     if tuple(table.shape[2:]) == tuple(size):
         return table
     return F.interpolate(table.float(), size=tuple(size), mode="trilinear").to(table.dtype)
 
 
 def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Convert weights of an image model, or of a video model with another position embedding, for use in ``model``.
+    """Convert weights of an image model, or of a video model with a different position embedding, for use in ``model``.
 
     The patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated
     over time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the same features as its image, except
@@ -504,7 +506,7 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
     Raises:
         TypeError: if the weights are not a state_dict, or the model is not a :class:`LrpeVideoTransformer`.
-        ValueError: if the weights belong to a model of another size.
+        ValueError: if the weights belong to a model of a different size.
     """
     if not isinstance(model, LrpeVideoTransformer):
         raise TypeError(f"model: expected an LrpeVideoTransformer, got {type(model).__name__}")

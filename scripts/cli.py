@@ -142,7 +142,7 @@ def reword_warnings() -> Iterator[None]:
 def run_info(arguments: Sequence[str]) -> None:
     """Run ``lrpe-md info``."""
     if arguments and arguments[0] not in ("-h", "--help"):
-        raise SystemExit(f"lrpe-md info: expected no arguments, got {' '.join(arguments)}")
+        raise SystemExit(f"lrpe-md info: takes no arguments, got {' '.join(arguments)}")
     if arguments:
         print(f"Usage: lrpe-md info\n\n{MACHINE['info']}\n{REPORT_BUGS}\n\nExample: lrpe-md info")
         return

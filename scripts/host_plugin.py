@@ -117,7 +117,7 @@ class OutcomeRecorder:
         self.maker.adapted, self.maker.refused = 0, {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if type(report) is pytest.TestReport:  # exclude reports of subtests
+        if type(report) is pytest.TestReport:  # skip subtest reports
             outcomes = (self.outcomes.get(report.nodeid, "passed"), report.outcome)
             self.outcomes[report.nodeid] = max(outcomes, key=RANK.index)
 

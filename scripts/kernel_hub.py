@@ -132,9 +132,9 @@ def check_imports(path: str, source: str) -> None:
             place = (*path.split("/")[: depth + 1 - node.level], *(node.module or "").split("."))
             inner = [part for part in place if part] or [alias.name for alias in node.names]
             if node.level > depth + 1 or (node.level and {inner[0], f"{inner[0]}.py"} & {*EXCLUDED} - {"_ops.py"}):
-                raise KernelError(f"{path}: expected no import of an excluded module, got {ast.unparse(node)!r}")
+                raise KernelError(f"{path}: must not import an excluded module, got {ast.unparse(node)!r}")
         if any(name.split(".")[0] == "lrpe_md" for name in absolute):
-            raise KernelError(f"{path}: expected only relative imports of lrpe_md, got {ast.unparse(node)!r}")
+            raise KernelError(f"{path}: must use relative imports of lrpe_md, got {ast.unparse(node)!r}")
 
 
 def read_version(sources: dict[str, str]) -> int:

@@ -698,7 +698,7 @@ GRIDS_OF = {"qwen2_vl_vision": EVEN, "minimax_m3_vl": EVEN, "z_image": FULL}
 
 
 def sized(case, number):
-    """Return a case's segments, with grids of another size."""
+    """Return a case's segments, with grids of a different size."""
     sizes = GRIDS_OF.get(case.name, SIZES)
     return tuple(sizes[len(s)][number] if isinstance(s, tuple) else s for s in case.segments)
 

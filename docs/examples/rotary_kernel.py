@@ -42,7 +42,7 @@ def rotary_kernel(p_x, p_y, p_omega, N, WIDTH, prefix, rows, SIGN: tl.constexpr,
 
 
 class Rotate(torch.autograd.Function):
-    """Rotation by Θ. Its backward is the rotation by -Θ."""
+    """Rotation by Θ. Its backward pass is the rotation by -Θ."""
 
     @staticmethod
     def forward(ctx, x, omega, shape, prefix):

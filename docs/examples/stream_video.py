@@ -3,7 +3,7 @@
     python docs/examples/stream_video.py                                1,000 frames of a moving square
     python docs/examples/stream_video.py --run runs/stream --video clip.mp4
 
-With `--run`, it prints the class of each frame, averaged over as many frames as a training clip has. Without `--run`,
+With `--run`, it prints the class of each frame, averaged over the number of frames in a training clip. Without `--run`,
 the model has random weights. Three of its four layers have linear attention with a memory that forgets: the gated delta
 rule, or a sum with a decay. The other has softmax attention over a moving window. Both keep a state of constant size.
 """

@@ -189,7 +189,7 @@ def axial_omega(
         sections: number of channels per axis, slowest axis first, or number of heads for ``"head"``. Channels beyond
             the sum of the sections are not rotated. By default, ``"block"`` uses all of theta for each axis and stops
             at C channels. The other maps use equal sections by default, and the first axis gets the remainder.
-        gaps: numbers of unrotated channels before, between and after the blocks, one more number than there are blocks.
+        gaps: numbers of unrotated channels before, between and after the blocks. There is one more gap than blocks.
             ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
         num_heads: number of heads for ``"head"``. Default: the sum of the sections.
 
@@ -215,7 +215,9 @@ def axial_omega(
         raise ValueError(f"theta: expected one tensor for each of {num_axes} axes, got {len(thetas)}")
     for t in thetas:
         if t.ndim not in (1, 2) or not t.is_floating_point():
-            raise ValueError(f"theta: expected floats of shape (E,) or (H, E), got {t.dtype} {tuple(t.shape)}")
+            raise ValueError(
+                f"theta: expected a floating-point tensor of shape (E,) or (H, E), got {t.dtype} {tuple(t.shape)}"
+            )
     thetas = [t if t.ndim == 2 else t[None] for t in thetas]
     if axis_map == "head":
         return _with_gaps(_axis_per_head(thetas, num_channels - sum(between), sections, num_heads), [], between)

@@ -42,7 +42,7 @@ def random_directions(
 
 
 def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
-    """Return 2-D directions (H, C, 2) from one angle a per head: a for half of the channels, a + π/2 for the others.
+    """Return 2-D directions (H, C, 2) from one angle a per head: a for half of the channels, a + π/2 for the rest.
 
     With a ~ U(0, 2π) per head, this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
     """

@@ -96,7 +96,7 @@ def _llama3(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
 
 
 def _proportional(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
-    """Keep the fastest frequencies of a series that spans head_dim, and set the others to zero (no rotation)."""
+    """Keep the fastest frequencies of a series that spans head_dim, and set all others to zero (no rotation)."""
     num = int((model.fields.get("partial_rotary_factor") or 1.0) * model.head_dim // 2)
     theta, amplitude = linear_scaling(theta, model.fields.get("factor") or 1.0)
     return F.pad(theta[:num], (0, len(theta) - num)), amplitude

@@ -44,7 +44,7 @@ def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtyp
 
 def period_theta(periods: Tensor) -> Tensor:
     """Convert a tensor of wavelengths to frequencies, 2π / periods. The result is differentiable."""
-    check_dense("periods", periods, "of any shape")
+    check_dense("periods", periods, "(*)")
     return 2 * math.pi / periods
 
 
@@ -83,5 +83,8 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
     fits = amplitude.shape in ((), theta.shape[-1:]) if isinstance(amplitude, Tensor) else is_finite_number(amplitude)
     if not fits:
         got = tuple(amplitude.shape) if isinstance(amplitude, Tensor) else repr(amplitude)
-        raise ValueError(f"scaling: expected the amplitude to be a finite number or ({theta.shape[-1]},), got {got}")
+        raise ValueError(
+            f"scaling: expected an amplitude that is a finite number or a tensor of shape ({theta.shape[-1]},), got "
+            f"{got}"
+        )
     return scaled, amplitude

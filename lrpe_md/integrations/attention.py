@@ -137,11 +137,11 @@ def attend_encoded(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Compute ``attend(*encode(q, k), v)``, and re-encode q and k in the backward to save memory.
+    """Compute ``attend(*encode(q, k), v)``, and re-encode q and k in the backward pass to save memory.
 
-    Softmax attention would store the encoded q and k for its backward. Instead, we recompute them from q and k, which
-    are in memory anyway, as part of the projection's output. Everything else that the attention saves (output, sums,
-    random state) is still saved. So only the encoding runs twice, and the gradients are identical.
+    Softmax attention would store the encoded q and k for its backward pass. Instead, we recompute them from q and k,
+    which are in memory anyway, as part of the projection's output. Everything else that the attention saves (output,
+    sums, random state) is still saved. So only the encoding runs twice, and the gradients are identical.
 
     ``encode`` must not draw random numbers. It runs only once under function transforms, without gradients, or with
     other saved-tensor hooks (activation checkpointing).

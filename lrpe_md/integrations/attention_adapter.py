@@ -9,9 +9,9 @@ The model's code and classes are unchanged. The model and its attention modules 
 forward computes and stores the positions. The attention's forward runs the original under a ``TorchFunctionMode`` that
 encodes q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
 
-A checkpoint reruns parts of the model in the backward, after the model's forward has ended. The positions therefore
-travel with the tensors that autograd saves. Each saved tensor is packed together with the positions of its forward.
-Every checkpoint unpacks its inputs, which restores the positions.
+A checkpoint reruns parts of the model in the backward pass, after the model's forward pass has ended. The positions
+therefore travel with the tensors that autograd saves. Each saved tensor is packed together with the positions of its
+forward pass. Every checkpoint unpacks its inputs, which restores the positions.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
 _WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
 
 
-# --- state shared by the forwards of a model -------------------------------------------------------------------------
+# --- state shared by the forward methods of a model ------------------------------------------------------------------
 
 
 class _Entry(NamedTuple):
-    """Positions, and the id of the backward that set them, or -1 in a forward."""
+    """Positions, and the id of the backward pass that set them, or -1 in a forward pass."""
 
     positions: Where | None
     task: int
 
 
 class _Local(threading.local):
-    """This thread's positions: of the forward (``running``), and in effect (``current``, maybe from a saved tensor)."""
+    """This thread's positions: of the forward pass (``running``), and now (``current``, maybe from a saved tensor)."""
 
     def __init__(self) -> None:  # set per thread, because Dynamo's guards would miss class attributes
         self.running: Any = None  # an _Entry, or None
@@ -71,7 +71,7 @@ class _Local(threading.local):
         self.recalled: Any = None  # the entry from which ``current`` was set
 
     def recall(self, entry: _Entry) -> None:
-        """Make unpacked positions the current ones until the backward ends."""
+        """Make unpacked positions the current ones until the backward pass ends."""
         task = -1 if self.recalled is entry else _current_task()
         if task == -1:
             return
@@ -84,7 +84,7 @@ class _Local(threading.local):
             self.current, self.recalled = self.running, None
 
     def __reduce__(self) -> Any:
-        return _Local, ()  # a copy of the model starts without a running forward
+        return _Local, ()  # a copy of the model does not start in a forward pass
 
 
 class _Adaptation:
@@ -110,7 +110,7 @@ class _Adaptation:
         return True
 
     def locate(self, path: str) -> Where:
-        """Return the positions for an attention module that runs in a forward or is recomputed in a backward."""
+        """Return the positions for an attention module in a forward pass, or recomputed in a backward pass."""
         if self.is_fixed:
             return self.positions
         if torch.compiler.is_compiling():
@@ -120,11 +120,11 @@ class _Adaptation:
             found = next((entry for entry in entries if entry is not None and entry.task == task), None)
         if found is None or found.positions is None:
             raise RuntimeError(
-                f"positions: expected {path} to run in the forward of the adapted {type(self.model).__name__}, got no "
-                "positions. Call the model itself, return positions from the function, or call set_positions() before "
-                "the first attention. If a checkpoint is being recomputed: nested checkpoints need "
-                "use_reentrant=False, and a compiled model with a graph break at a checkpoint needs its blocks "
-                "compiled one by one"
+                f"positions: expected {path} to run during the forward pass of the adapted "
+                f"{type(self.model).__name__}, got no positions. Call the model itself, return positions from the "
+                "function, or call set_positions() before the first attention. If a checkpoint is being recomputed: "
+                "nested checkpoints need use_reentrant=False, and a compiled model with a graph break at a checkpoint "
+                "needs its blocks compiled one by one"
             )
         return found.positions
 
@@ -133,8 +133,8 @@ def _check_positions(positions: Any) -> Any:
     if positions is None or isinstance(positions, (Grid, Coordinates, Tensor)):
         return positions
     raise TypeError(
-        "positions: expected a Grid, Coordinates, a tensor (N, K) or (B, N, K), or a function that returns one, got "
-        f"{describe_positions(positions)}"
+        "positions: expected a Grid, Coordinates, a tensor of shape (N, K) or (B, N, K), or a function that returns "
+        f"one, got {describe_positions(positions)}"
     )
 
 
@@ -144,7 +144,7 @@ def _current_task() -> int:
 
 
 class _Forward:
-    """Replacement for the forward of one module instance."""
+    """Replacement for the forward method of one module instance."""
 
     def __init__(self, module: nn.Module, adaptation: _Adaptation) -> None:
         self.module, self.adaptation = module, adaptation
@@ -167,7 +167,7 @@ class _Forward:
 
     @torch.compiler.assume_constant_result
     def look_up(self) -> bool:
-        """Look up the class's forward. Dynamo does not do this for classes that it allows in graphs."""
+        """Look up the class's forward method. Dynamo does not do this for classes that it allows in graphs."""
         self.of_class = type(self.module).forward
         return True
 
@@ -186,7 +186,7 @@ class _Forward:
 
 
 class _ModelForward(_Forward):
-    """Forward of the model, which provides the positions while it runs."""
+    """Replacement for the model's forward method. It provides the positions while it runs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, local = self.adaptation, self.adaptation.local
@@ -204,7 +204,7 @@ class _ModelForward(_Forward):
                 local.running, local.current = before
         if not own.is_used:
             raise RuntimeError(
-                f"modules: expected attention modules that the forward of {type(self.module).__name__} calls, got "
+                f"modules: expected attention modules that {type(self.module).__name__}.forward calls, got "
                 f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, none of which it called. "
                 "Select the modules whose own forward calls scaled_dot_product_attention"
             )
@@ -215,7 +215,7 @@ class _ModelForward(_Forward):
 
 
 def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
-    """Pack the tensors that autograd saves together with the positions of the running forward.
+    """Pack the tensors that autograd saves together with the positions of the running forward pass.
 
     The caller's hooks keep working. If hooks are disabled, nothing is packed, because checkpoints can't use hooks
     either.
@@ -262,7 +262,7 @@ class _Encoder:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "copies": {}}  # the copies refer to this object
 
-    # A compiler only runs the next two methods while it traces, which is when the forward may call SDPA.
+    # A compiler only runs the next two methods while it traces, which is when the forward method may call SDPA.
 
     @torch.compiler.assume_constant_result
     def count_calls(self) -> int:
@@ -317,7 +317,7 @@ class _Encoder:
 def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
-            f"{path}: expected q and k (B, H, N, D) in scaled_dot_product_attention, got {tuple(q.shape)} and "
+            f"{path}: expected q and k of shape (B, H, N, D) in scaled_dot_product_attention, got {tuple(q.shape)} and "
             f"{tuple(k.shape)}. Leave this module out with modules=, or reshape q and k"
         )
     if q.shape[2] != k.shape[2]:
@@ -328,7 +328,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
 
 
 class _Attention(_Forward):
-    """Forward of an attention module. It encodes q and k when the module calls SDPA."""
+    """Replacement for an attention module's forward method. It encodes q and k when the module calls SDPA."""
 
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)
@@ -357,7 +357,7 @@ class _Attention(_Forward):
 
     @torch.compiler.assume_constant_result
     def refresh(self) -> bool:
-        """Update the copy of the forward, because the original may have been patched."""
+        """Update the copy of the forward method, because the original may have been patched."""
         self.look_up()
         copies, forward = self.encoder.copies, self.of_class
         if self.original is None and forward not in copies:
@@ -392,8 +392,8 @@ class _Encode(TorchFunctionMode):
         is_checkpoint = now is not None and now[0].__module__ == "torch.utils.checkpoint"
         if grad_enabled and (not is_enabled or (is_checkpoint and now != hooks)):
             raise RuntimeError(
-                f"{self.attention.path}: expected no checkpoint, no_grad or autograd.Function between the module's "
-                "forward and scaled_dot_product_attention, since the backward could run that part without the "
+                f"{self.attention.path}: a checkpoint, no_grad or autograd.Function can't be used between the module's "
+                "forward and scaled_dot_product_attention, because the backward pass could run that part without the "
                 "encoding. Checkpoint the whole module"
             )
 
@@ -446,7 +446,7 @@ def adapt_attention(
     Raises:
         TypeError, ValueError: if an argument is invalid, no modules match, or modules are already adapted. The model is
             then unchanged.
-        RuntimeError: in the forward, if an attention module does not call ``scaled_dot_product_attention``.
+        RuntimeError: in the forward pass, if an attention module does not call ``scaled_dot_product_attention``.
     """
     if not isinstance(model, nn.Module) or hasattr(model, "_orig_mod"):
         kind = type(model).__name__
@@ -473,8 +473,8 @@ def adapt_attention(
 def restore_attention(model: Model) -> Model:
     """Undo :func:`adapt_attention` in place. A model that is not adapted stays unchanged.
 
-    Raises:
-        ValueError: if a forward was replaced after adapting, for example by an offloading hook. The model is then
+    Raises: ValueError: if a forward method was replaced after adapting, for example by an offloading hook. The model
+        then stays
             unchanged.
     """
     found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
@@ -495,10 +495,11 @@ def restore_attention(model: Model) -> Model:
 
 
 def set_positions(model: nn.Module, positions: Where, name: str = "encoding") -> None:
-    """Set the positions from inside the forward of an adapted model.
+    """Set the positions from inside the forward method of an adapted model.
 
-    Use this in models that choose their tokens in the forward, such as an MAE that draws the patches to keep. The
-    positions apply to all subsequent attention modules until the forward ends. Call it outside of checkpointed code.
+    Use this in models that choose their tokens during the forward pass, such as an MAE that draws the patches to keep.
+    The positions apply to all subsequent attention modules until the forward pass ends. Call it outside of checkpointed
+    code.
 
     Args:
         model: the model passed to :func:`adapt_attention`.
@@ -506,14 +507,14 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
         name: the name passed to ``adapt_attention``.
 
     Raises:
-        ValueError: if there is no adaptation with this name, positions are fixed, or no forward is running.
+        ValueError: if there is no adaptation with this name, if positions are fixed, or outside the forward pass.
     """
     _check_positions(positions)
     own = next((f.adaptation for f in _forwards_of(model) if f.adaptation.name == name), None)
     if own is None or own.is_fixed or own.local.running is None:
         raise ValueError(
-            f"model: expected a running forward of a model adapted with name={name!r} and without fixed positions, "
-            f"got {type(model).__name__}"
+            f"model: expected a model that was adapted with name={name!r} and without fixed positions, during its "
+            f"forward pass, got {type(model).__name__}. Call this from inside forward()"
         )
     own.local.running = own.local.current = own.local.running._replace(positions=positions)
 
@@ -524,7 +525,7 @@ def _attention_of(module: nn.Module) -> _Attention | None:
 
 
 def _forwards_of(model: nn.Module) -> Iterator[_ModelForward]:
-    """Yield the forwards that adapt_attention has set, latest first."""
+    """Yield the forward methods that adapt_attention has set, latest first."""
     forward = vars(model).get("forward")
     while isinstance(forward, _ModelForward):
         yield forward

@@ -256,7 +256,7 @@ def _nested_function(code: CodeType, function: FunctionType) -> FunctionType:
 
 @functools.cache
 def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[int, Any], ...]) -> FunctionType:
-    """Return a function with other code and other cell contents (by cell index). It is always the same object."""
+    """Return a function with different code and cell contents (by cell index). It is always the same object."""
     cells = list(function.__closure__ or ())
     replaced = {id(cells[i].cell_contents): ours for i, ours in changed}  # may include __wrapped__
     for i, ours in changed:
@@ -270,10 +270,10 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
 
 
 def copy_forward(module: nn.Module, attend: Callable[..., Any]) -> FunctionType | None:
-    """Return a copy of a module's forward that calls ``attend`` in place of ``scaled_dot_product_attention``.
+    """Return a copy of a module's forward method that calls ``attend`` in place of ``scaled_dot_product_attention``.
 
-    The private names keep ``attend`` alive. Return None if the forward does not call SDPA, or if other methods or child
-    modules call it.
+    The private names keep ``attend`` alive. Return None if the forward method does not call SDPA, or if other methods
+    or child modules call it.
     """
     kind, copier = type(module), Copier(lambda function: attend if function is SDPA else None)
     if not isinstance(kind.forward, FunctionType):
@@ -358,7 +358,7 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
 def derive_class(
     cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
 ) -> Any:
-    """Return a class of the same name with other methods. It is always the same object.
+    """Return a class of the same name with different methods. It is always the same object.
 
     ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``recipe.derive(cls)`` recreates this
     class. ``extras`` holds additional attributes of the class's objects.

@@ -197,7 +197,7 @@ class _Probed:
 
 def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
     """Try roles for the parameters and kinds of arguments until the result is a rotation."""
-    failure, num_answers = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
+    failure, num_answers = Unlike(-1, "has no tensor arguments that look like q, k and tables"), 0
     for probed, keys in _read_signatures(function, device):
         for key, relation in itertools.product(keys, (MORE, EQUAL) if probed.attributes else (EQUAL,)):
             plan = probed.probe(key, relation * sum(isinstance(e, tuple) and e[0] == "data" for e in key))

@@ -118,7 +118,7 @@ def build_encoding(
         return Activation(**kwargs) if kwargs.get("act", "none") != "none" else None
     if isinstance(encoding, nn.Module):
         if kwargs:
-            raise ValueError(f"encoding_kwargs: expected none with a module as encoding, got {kwargs}{_advise(kwargs)}")
+            raise ValueError(f"encoding_kwargs: can't be used with a module as encoding, got {kwargs}{_advise(kwargs)}")
         return encoding
     kwargs = dict(kwargs)
     sharing: Sharing | None = _one_of("sharing", kwargs.pop("sharing", None), ("model", "layer"))
@@ -197,8 +197,7 @@ def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = N
     if split is None:
         if remainder is not None:
             raise ValueError(
-                "remainder: expected None without split, because it is the axis that gets the rest of the split, got "
-                f"{remainder}"
+                f"remainder: expected None without split, because it is the axis that gets the rest, got {remainder}"
             )
         return kwargs
     series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}
@@ -239,8 +238,8 @@ def _of_made(
     """Use a preset that is already built. All layers start with its frequencies."""
     if changes:
         raise ValueError(
-            f"encoding_kwargs: expected none of {', '.join(CHANGES)} with a Preset, which is already built, got "
-            f"{changes}"
+            f"encoding_kwargs: {', '.join(CHANGES[:-1])} and {CHANGES[-1]} can't be changed on a Preset, which is "
+            f"already built, got {changes}"
         )
     heads = max(made.omega.shape[0], 1 if made.phase is None else made.num_heads)
     if made.head_dim != head_dim or heads not in (1, num_heads):
@@ -317,7 +316,7 @@ def explain_misplaced_options(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         for key in sorted(options & kwargs.keys()):
             raise TypeError(
-                f"{key}: expected in encoding_kwargs, got an argument of {name}; pass "
+                f"{key}: belongs in encoding_kwargs, got it as an argument of {name}; pass "
                 f"encoding_kwargs={{{key!r}: {kwargs[key]!r}}}"
             )
         return function(*args, **kwargs)
@@ -388,7 +387,7 @@ class EncodingStack:
             axes = num_axes if isinstance(module, PresetMd) else module.num_axes
             if (module.head_dim, axes) != (head_dim, num_axes):
                 raise ValueError(
-                    f"encoding: expected a module with head_dim={head_dim} and num_axes={num_axes}, as this model has, "
+                    f"encoding: expected a module with head_dim={head_dim} and num_axes={num_axes}, like this model, "
                     f"got a {type(module).__name__} with head_dim={module.head_dim} and num_axes={module.num_axes}"
                 )
 
@@ -402,7 +401,7 @@ class EncodingStack:
         varies, used = (coords != coords[:1]).any(0), made.omega != 0
         idle = float((used.any(-1) & ~(used & varies).any(-1)).double().mean())
         message = (
-            f"encoding: expected a preset with {num_axes} axes, as this model has, got {made.name!r} with "
+            f"encoding: expected a preset with {num_axes} axes, like this model, got {made.name!r} with "
             f"{made.num_axes}. {idle:.0%} of its channels encode an axis on which all tokens have the same position. "
             "Choose another preset"
         )

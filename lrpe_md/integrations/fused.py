@@ -2,7 +2,7 @@
 
 We run a copy of the library's own method in which the norms also rotate. If the norms are not plain (:mod:`.norms`), we
 run the copy from :mod:`.copies` instead, which only replaces the rotation. Classes are recognised by name. So in a fork
-with other names, only the rotation is replaced.
+with different names, only the rotation is replaced.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] 
 
 
 def _run_on_grids(plan: RotationPlan, x: Tensor, leaves: list[Tensor], impl: Any) -> Tensor | None:
-    """Rotate as Wan does. The first tokens of each sample form a grid (T, H, W). The others are not rotated."""
+    """Rotate as Wan does. The first tokens of each sample form a grid (T, H, W). The other tokens are not rotated."""
     sizes, table = (leaves[i] for i in cast(tuple[int, int], plan.grids))
     grids, width = sizes.tolist(), table.shape[1]
     if not all(0 < t * h * w <= x.shape[1] and max(t, h, w) <= len(table) for t, h, w in grids):

@@ -116,7 +116,7 @@ class Probe:
         self.form: tuple[str, tuple[bool, ...]] = ("tensor", ())
         ranks = {e[1] for e in self.data}
         if len(ranks) != 1 or not ranks <= {2, 3, 4} or any(e[3] < 2 for e in self.data):
-            raise Unlike(0, "takes no tensors with 2, 3 or 4 dimensions to rotate")
+            raise Unlike(0, "has no tensor argument with 2, 3 or 4 dimensions to rotate")
         self.axes = _AXES[ranks.pop() - 1]
 
     def arguments(self, xs: list[Tensor], leaves: list[Any]) -> list[Any]:
@@ -305,7 +305,7 @@ def as_real(t: Tensor) -> Tensor:
 class Reading:
     """Rotations that were read with coded tables. All entries differ, and are evenly spaced from 0.5 up to 1.
 
-    The result is a guess from one set of sizes and values. :func:`compare` confirms it with other sizes and values.
+    The result is a guess from one set of sizes and values. :func:`compare` confirms it with different sizes and values.
     """
 
     def __init__(self, probe: Probe, layout: LeafShapes) -> None:
@@ -361,8 +361,8 @@ class Reading:
         else:
             if not self.total:
                 raise Unlike(
-                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles in another "
-                    "argument or a tensor of the object. If the function computes them from positions, see recognise()"
+                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles in a different "
+                    "argument or tensor of the object. If the function computes them from positions, see recognise()"
                 )  # fmt: skip
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
                 raise Unlike(5, "negates cos, or swaps cos and sin, so it does not rotate by the tables")
@@ -519,7 +519,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
 
 
 def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
-    """Read the rotations for one layout. Verify the plan at other sizes, and with the call's dtypes and gradients."""
+    """Read the rotations for one layout. Verify the plan at different sizes, with the call's dtypes and gradients."""
     probe.offset = min(probe.offset, 1)
     turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
     probe.offset *= 2
@@ -632,9 +632,9 @@ def complete(probe: Probe, plan: RotationPlan, xs: list[Tensor], leaves: list[Te
         with torch.autocast(probe.device.partition(":")[0], dtype=torch.bfloat16):
             under_autocast = probe.run(xs, leaves)
     except Exception as e:
-        raise Unlike(6, f"raises {type(e).__name__} for {xs[0].dtype} and tables of {leaves[0].dtype}: {e}") from e
+        raise Unlike(6, f"raises {type(e).__name__} with {xs[0].dtype} inputs and {leaves[0].dtype} tables: {e}") from e
     same = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(under_autocast, outs, strict=True))
     plan = plan._replace(dtypes=tuple(o.dtype for o in outs), detach_tables=detach_tables, ignores_autocast=same)
     if not are_close(ours(), outs, 0.05):
-        raise Unlike(6, f"computes something different for {xs[0].dtype}")
+        raise Unlike(6, f"computes something different with {xs[0].dtype} inputs")
     return plan

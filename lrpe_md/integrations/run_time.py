@@ -81,7 +81,7 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
             by_axis = list(scaling)
         if len(by_axis) != module.num_axes:
             raise ValueError(
-                f"scaling: expected one scaling for each of {module.num_axes} axes ({path}), got {len(by_axis)}"
+                f"scaling: expected one value for each of the {module.num_axes} axes of {path}, got {len(by_axis)}"
             )
         pairs += module.adjusted(*_compute_scaling(path, module, by_axis))
     return Scaled(pairs)

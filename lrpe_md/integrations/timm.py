@@ -270,7 +270,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             raise ValueError(f"absolute: expected 'none', 'learned' or 'sincos', got {absolute!r}{hint}")
         if "pos_embed" in kwargs:
             raise ValueError(
-                f"pos_embed: expected no such argument, got {kwargs['pos_embed']!r}; use absolute= instead"
+                f"pos_embed: this model has no such argument, got {kwargs['pos_embed']!r}; use absolute= instead"
             )
         pos_embed = "learn" if absolute == "learned" else "none"
         super().__init__(*args, pos_embed=pos_embed, dynamic_img_size=dynamic_img_size, **kwargs)
@@ -547,8 +547,8 @@ def _attentions(model: Any) -> list[list[Any]]:
             )
         raise TypeError(
             f"model: expected a timm VisionTransformer, got {type(model).__module__}.{type(model).__qualname__} "
-            "(subclasses and other families have their own forward; use lrpe_md.adapt_rotary for a model with a rotary "
-            "encoding, and lrpe_md.adapt_attention for one without relative positions)"
+            "(subclasses and other families have their own forward method; use lrpe_md.adapt_rotary for a model with a "
+            "rotary encoding, and lrpe_md.adapt_attention for one without relative positions)"
         )
     blocks: list[list[Attention]] = []
     for i, block in enumerate(model.blocks):

@@ -139,8 +139,8 @@ class FrequencyModule(nn.Module):
         self.learnable, self.dtype, self.phase_dtype = learnable, dtype, phase_dtype or dtype
         self.phase_groups, self.keys_alone = phase_groups, phase == "k"
         self.act: Act = act
-        self.dim = dim
         self.impl: Impl = impl
+        self.dim, self.gain = dim, None  # gain rebuilds the buffer when a meta module is materialised
         self.shapes: dict[str, torch.Size] = {}  # full shapes of the flattened parameters
         if not learnable:
             self.register_buffer("omega", self._initial("omega", device), persistent=False)
@@ -152,12 +152,12 @@ class FrequencyModule(nn.Module):
         if "log_theta" in self._parameters:
             self._set_sign(self._initial_sign(device), persistent=False)
         self._mark()
-        # Needed to rebuild the buffer when a module made on the meta device is materialised.
-        self.gain = None
         if amplitude is not None:
             self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
             if self.gain.shape not in ((), (num_channels,)):
-                raise ValueError(f"amplitude: expected a number or ({num_channels},), got {tuple(self.gain.shape)}")
+                raise ValueError(
+                    f"amplitude: expected a number or a tensor of shape ({num_channels},), got {tuple(self.gain.shape)}"
+                )
             self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
 
     def _learn(self, name: str, device: torch.device | str | None) -> None:
@@ -254,7 +254,7 @@ class FrequencyModule(nn.Module):
 
     @torch.no_grad()
     def upgrade_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Convert, in place, state_dict entries saved by another version or parametrisation of this module.
+        """Convert, in place, state_dict entries saved by a different version or parametrisation of this module.
 
         prefix: prefix of the module's keys in the state_dict, such as "encoding.".
         """
@@ -391,7 +391,7 @@ class FrequencyModule(nn.Module):
 
         Args:
             axis: axis number; 0 is the slowest axis (time in videos).
-            places: tensor (n,) with at least as many positions as the grid has on this axis. None restores the grid's
+            places: tensor (n,) with at least one position for each index of this axis. None restores the grid's
                 own positions.
 
         Raises:
@@ -406,7 +406,7 @@ class FrequencyModule(nn.Module):
             return
         if not isinstance(places, Tensor) or places.ndim != 1 or not is_real(places):
             found = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places).__name__
-            raise ValueError(f"places: expected a tensor of numbers (n,), or None, got {found}")
+            raise ValueError(f"places: expected a 1-D tensor of real numbers, or None, got {found}")
         own = self._buffers.get(name)
         with torch.inference_mode(False), torch.no_grad():
             if own is None or own.shape != places.shape:
@@ -488,13 +488,13 @@ class FrequencyModule(nn.Module):
                 return
             if x.shape[3] != self.head_dim:
                 raise ValueError(
-                    f"{name}: expected the module's head_dim, {self.head_dim}, got {x.shape[3]} ({tuple(x.shape)}); "
+                    f"{name}: expected head_dim={self.head_dim}, got {x.shape[3]} (shape {tuple(x.shape)}); "
                     f"build the module with head_dim={x.shape[3]}"
                 ) from None
             if x.shape[1] % self.num_heads:
                 raise ValueError(
-                    f"{name}: expected a multiple of the module's num_heads, {self.num_heads} (the heads of k), got "
-                    f"{x.shape[1]} ({tuple(x.shape)}){remedy(x, wheres[0])}"
+                    f"{name}: expected a number of heads divisible by num_heads={self.num_heads} (the number of key "
+                    f"heads), got {x.shape[1]} (shape {tuple(x.shape)}){remedy(x, wheres[0])}"
                 ) from None
             if x.device != own.device:
                 raise ValueError(

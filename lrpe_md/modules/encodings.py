@@ -374,8 +374,8 @@ class PresetMd(FrequencyModule):
     The defaults of a :class:`lrpe_md.Scheme` are ``pairs="interleaved"`` and ``axis_order="major_first"``, whereas
     those of :class:`RotateMd` are "half" and "minor_first".
 
-    Call with ``module(q, k, positions=module.positions((3, 5, 9)))``. Many schemes place tokens by a rule of their own.
-    If you pass a plain :class:`Grid` with such a scheme, the module warns you and uses the grid unchanged.
+    Call with ``module(q, k, positions=module.positions((3, 5, 9)))``. Many schemes have their own rule for placing
+    tokens. If you pass a plain :class:`Grid` with such a scheme, the module warns you and uses the grid unchanged.
     """
 
     axes: Tensor

@@ -105,11 +105,11 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
     if isinstance(initial, Tensor):
         values = initial.detach().to("cpu", torch.float64)
         if values.shape != (num_heads,):
-            raise ValueError(f"initial: expected ({num_heads},), one decay per head, got {tuple(values.shape)}")
+            raise ValueError(f"initial: expected shape ({num_heads},), one decay per head, got {tuple(values.shape)}")
         check_decay_range(values)
         return values
     if initial not in get_args(DecayName):
-        raise ValueError(f"initial: expected one of {get_args(DecayName)} or a tensor (H,), got {initial!r}")
+        raise ValueError(f"initial: expected one of {get_args(DecayName)} or a tensor of shape (H,), got {initial!r}")
     if not 0 <= depth <= 1:
         raise ValueError(f"depth: expected a layer's index divided by the number of layers, got {depth!r}")
     head = torch.arange(num_heads, dtype=torch.float64, device="cpu")

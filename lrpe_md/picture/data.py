@@ -37,7 +37,7 @@ class Subject:
     Attributes:
         preset: preset that defines positions, pairs and frequencies.
         frequencies: frequencies for each axis order, with the subject's own order first. It is empty for a module or a
-            tensor, because their ω can't be rebuilt for another map or order.
+            tensor, because their ω can't be rebuilt for a different map or order.
         seed: seed of random directions.
     """
 
@@ -102,8 +102,8 @@ def published(
 def default_shape(made: Preset) -> tuple[int, ...]:
     """Return the grid shape to draw by default.
 
-    The shape has as many axes as the positions. However, if the first axis also counts text or images, the shape is
-    that of an image. If the scheme does not accept this shape, return another one.
+    The shape has one axis for each axis of the positions. However, if the first axis also counts text or images, the
+    shape is that of an image. If the scheme does not accept this shape, return another one.
 
     Raises:
         ValueError: if the scheme accepts none of the default shapes. The message states why the scheme rejects the
@@ -122,7 +122,7 @@ def default_shape(made: Preset) -> tuple[int, ...]:
             continue
         return SHAPES[number]
     raise ValueError(
-        f"shape: {made.name} supports none of the default shapes {tuple(SHAPES.values())}; pass another shape. For "
+        f"shape: {made.name} supports none of the default shapes {tuple(SHAPES.values())}; pass a different shape. For "
         f"{SHAPES[first]}: {errors[0]}"
     ) from errors[0]
 

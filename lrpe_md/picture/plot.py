@@ -155,7 +155,7 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
     omega = scheme.get_omega() if isinstance(scheme, FrequencyModule) else scheme
     if omega.ndim != 3 or not all(omega.shape) or not omega.is_floating_point() or omega.is_meta:
         raise ValueError(
-            "scheme: expected omega (H or 1, C, K) of a float dtype, not on the meta device, got "
+            "scheme: expected omega of shape (H or 1, C, K) with a float dtype, not on the meta device, got "
             f"{omega.dtype} {tuple(omega.shape)} on {omega.device}"
         )
     omega = omega.detach().double().cpu()

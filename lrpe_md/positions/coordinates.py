@@ -58,7 +58,7 @@ class Rules:
         return self.transform(shift=by)
 
     def rescale(self: Self, by: PerAxis) -> Self:
-        """Change each position s to s · by, for example to match another frame rate or area."""
+        """Change each position s to s · by, for example to match a different frame rate or area."""
         return self.transform(by)
 
     def __eq__(self, other: object) -> bool:
@@ -96,11 +96,11 @@ class Coordinates(Rules):
 
     def __post_init__(self) -> None:
         if not isinstance(self.coords, Tensor):
-            raise TypeError(f"coords: expected a tensor (N, K) or (B, N, K), got {type(self.coords).__name__}")
+            raise TypeError(f"coords: expected a tensor of shape (N, K) or (B, N, K), got {type(self.coords).__name__}")
         check_dense("coords", self.coords, "(N, K) or (B, N, K)")
         if self.coords.ndim not in (2, 3):
             raise ValueError(
-                f"coords: expected (N, K) or (B, N, K), got shape {tuple(self.coords.shape)}"
+                f"coords: expected shape (N, K) or (B, N, K), got {tuple(self.coords.shape)}"
                 + "; for positions (N,) on one axis pass coords[:, None]" * (self.coords.ndim == 1)
             )
         if self.coords.dtype == torch.bool or self.coords.is_complex():
@@ -118,11 +118,11 @@ class Coordinates(Rules):
             object.__setattr__(self, name, number)
         if self.rotated is not None:
             if not isinstance(self.rotated, Tensor):
-                raise TypeError(f"rotated: expected a tensor of bools, got {type(self.rotated).__name__}")
+                raise TypeError(f"rotated: expected a boolean tensor, got {type(self.rotated).__name__}")
             if self.rotated.dtype != torch.bool or self.rotated.shape != self.coords.shape[:-1]:
                 raise ValueError(
-                    f"rotated: expected bools of shape {tuple(self.coords.shape[:-1])}, one per row of coords, "
-                    f"got {self.rotated.dtype} {tuple(self.rotated.shape)}"
+                    f"rotated: expected a boolean tensor of shape {tuple(self.coords.shape[:-1])}, one per row of "
+                    f"coords, got {self.rotated.dtype} {tuple(self.rotated.shape)}"
                 )
             if self.rotated.device != self.coords.device:
                 raise ValueError(
@@ -214,7 +214,7 @@ class Coordinates(Rules):
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Coordinates:
-        """Convert to another device or dtype (float32 or float64).
+        """Convert to a different device or dtype (float32 or float64).
 
         Converting integers to float32 checks their values, which synchronises with a GPU.
 
@@ -275,7 +275,9 @@ def check_reach(position: float, where: str = "") -> None:
 def check_index(index: Tensor, num: int) -> None:
     """Check indices into ``num`` tokens. If reading the indices would synchronise, assert on the device instead."""
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
+        raise ValueError(
+            f"index: expected an integer tensor of shape (n,) or (B, n), got {index.dtype} {tuple(index.shape)}"
+        )
     outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"
     if torch.compiler.is_compiling() or index.is_cuda or num_dispatch_modes():
         assert_async(~outside.any(), text)

@@ -274,7 +274,7 @@ class Grid(Rules):
         Use this for times that are not affine in the frame index, or that only the device knows.
 
         Args:
-            places: dict from axis number to a tensor (n,) with at least as many positions as the grid has on this axis.
+            places: dict from axis number to a tensor (n,) with at least one position for each index of this axis.
                 These positions replace the ones given by origin, scale and shift.
 
         Raises:
@@ -285,8 +285,8 @@ class Grid(Rules):
             check_dense("places", own, "(n,)")
             if own.ndim != 1 or own.shape[0] < self.shape[axis] or not is_real(own):
                 raise ValueError(
-                    f"places: expected numbers (n,) for the {self.shape[axis]} tokens of axis {axis}, got {own.dtype} "
-                    f"{tuple(own.shape)}"
+                    f"places: expected a 1-D tensor with at least {self.shape[axis]} real numbers, one per token of "
+                    f"axis {axis}, got {own.dtype} {tuple(own.shape)}"
                 )
         device = next((own.device for own in places.values()), torch.device("cpu"))
         coords, rotated = self._table(device, torch.float64)
@@ -461,7 +461,7 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
     if isinstance(offset, Tensor):
         if offset.ndim > 1 or offset.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"offset: expected an int, or int32 or int64 of shape (), (1,) or (B,), got {offset.dtype} "
+                f"offset: expected an int, or an int32 or int64 tensor of shape (), (1,) or (B,), got {offset.dtype} "
                 f"{tuple(offset.shape)}"
             )
         if offset.device != device:
@@ -469,7 +469,7 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
         # A single offset applies to the whole batch.
         return Grid((num_tokens,), origin=offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1))
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
-        raise ValueError(f"offset: expected an int or integers (B,), got {offset!r}")
+        raise ValueError(f"offset: expected an int or an integer tensor of shape (B,), got {offset!r}")
     if offset == 0:
         # Dynamo warns about caches, and represents dynamic sizes as ints.
         cached = type(num_tokens) is int and not torch.compiler.is_compiling()
@@ -490,12 +490,12 @@ def _alike(*values: Any) -> tuple[Any, ...]:
 
 def _check_origin(origin: Any, num_axes: int) -> None:
     if not isinstance(origin, Tensor):
-        raise TypeError(f"origin: expected a tensor of integers (K,) or (B, K), got {type(origin).__name__}")
+        raise TypeError(f"origin: expected an integer tensor of shape (K,) or (B, K), got {type(origin).__name__}")
     check_dense("origin", origin, "(K,) or (B, K)")
     if origin.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"origin: expected int32 or int64, got {origin.dtype}; for fractions, use shift")
     if origin.ndim not in (1, 2) or origin.shape[-1] != num_axes:
-        raise ValueError(f"origin: expected ({num_axes},) or (B, {num_axes}), got {tuple(origin.shape)}")
+        raise ValueError(f"origin: expected shape ({num_axes},) or (B, {num_axes}), got {tuple(origin.shape)}")
 
 
 def affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.device) -> Tensor:

@@ -219,10 +219,11 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
         ValueError, TypeError: for an invalid argument.
     """
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens: expected a tensor (S + 1,), got {type(cu_seqlens).__name__}")
+        raise TypeError(f"cu_seqlens: expected a tensor of shape (S + 1,), got {type(cu_seqlens).__name__}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens: expected int32 or int64 (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            f"cu_seqlens: expected an int32 or int64 tensor of shape (S + 1,), got {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}"
         )
     check_at_least(0, num_tokens=num_tokens)
     check_offsets(cu_seqlens, num_tokens, to_the_end=False)
@@ -233,12 +234,12 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
     if isinstance(offset, Tensor):
         if offset.dtype not in (torch.int32, torch.int64) or tuple(offset.shape) not in ((), (1,), (num,)):
             raise ValueError(
-                f"offset: expected an int, or int32 or int64 of shape (), (1,) or ({num},), got {offset.dtype} "
-                f"{tuple(offset.shape)}"
+                f"offset: expected an int, or an int32 or int64 tensor of shape (), (1,) or ({num},), got "
+                f"{offset.dtype} {tuple(offset.shape)}"
             )
         shift = shift + offset.to(device, non_blocking=not offset.is_cuda)
     elif isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
-        raise ValueError(f"offset: expected an int or integers ({num},), got {offset!r}")
+        raise ValueError(f"offset: expected an int or an integer tensor of shape ({num},), got {offset!r}")
     else:
         shift = shift + offset
     return Coordinates((index + shift[sequence])[:, None])
@@ -252,7 +253,7 @@ def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, d
     if cu_seqlens is None:
         return offset_positions(x.shape[2], offset, x.device)
     if x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: expected sequences packed in x (1, H, N, D), got {tuple(x.shape)}")
+        raise ValueError(f"cu_seqlens: expected sequences packed in x of shape (1, H, N, D), got {tuple(x.shape)}")
     refuse_mixing(dim)
     return packed_positions(cu_seqlens, x.shape[2], offset)
 
@@ -362,7 +363,7 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
             raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} at index {i}")
         table = segment.grid if isinstance(segment, (After, Before)) else segment
         if isinstance(table, Coordinates) and table.coords.ndim != 2:
-            raise ValueError(f"segments: expected coords (N, K), got {tuple(table.coords.shape)} at index {i}")
+            raise ValueError(f"segments: expected coords of shape (N, K), got {tuple(table.coords.shape)} at index {i}")
     return num_axes
 
 
@@ -441,7 +442,7 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
             raise TypeError(f"samples: expected a Grid or Coordinates at index {i}, got {describe_positions(sample)}")
         _check_known("samples", sample, i)
         if isinstance(sample, Coordinates) and sample.coords.ndim != 2:
-            raise ValueError(f"samples: expected coords (N, K), got {tuple(sample.coords.shape)} at index {i}")
+            raise ValueError(f"samples: expected coords of shape (N, K), got {tuple(sample.coords.shape)} at index {i}")
         if sample.num_axes != samples[0].num_axes:
             raise ValueError(
                 f"samples: expected {samples[0].num_axes} axes in each sample, got {sample.num_axes} at index {i}"

@@ -111,7 +111,7 @@ def _check_arguments(name: str, function: Any, bound: Mapping[str, Any]) -> None
     names = [p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = sorted(map(str, bound.keys() - set(names)))
     if unknown and not any(p.kind == p.VAR_KEYWORD for p in taken):
-        raise ValueError(f"{name}: expected only the arguments {', '.join(names)}, got {', '.join(unknown)}")
+        raise ValueError(f"{name}: accepts only the arguments {', '.join(names)}, got {', '.join(unknown)}")
 
 
 def _read_value(name: str, value: Any, known: Functions) -> Any:

@@ -457,7 +457,7 @@ SCHEMES: dict[str, Scheme] = {
     "ilrope": Scheme(
         """Mogao's IL-RoPE (arXiv 2505.05472): frequencies as in ``qwen3_vl``, positions as in ``mrope_interleave``.
 
-        The frames of a video continue the count of the tokens before it; h and w start at zero in each frame.
+        Frame positions continue from the preceding tokens. h and w restart at zero in each frame.
         """,
         128, Axial((6, 5, 5), 1e4, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),
@@ -547,12 +547,12 @@ def preset(
         scheme: a name from :func:`list_presets`, or a :class:`Scheme`.
         head_dim: number of channels per head, D. By default, it is the original model's.
         num_heads: number of key heads. By default, it is the original model's, or 1 if heads share ω. It is required
-            for rope_vit_mixed, mochi, transnormer and pope, whose frequencies or phases differ by head.
+            for rope_vit_mixed, mochi, transnormer and pope, whose frequencies or phases differ across heads.
         base, split, scaling: base of the series, each axis's share of the channels, and scaling to longer sequences or
             larger grids. The defaults are the scheme's. A scaling such as ``partial(yarn_scaling, factor=4,
             original_length=32768)`` applies to all axes. You can also pass one per axis.
         rotary_dim: channels of a head to rotate, the first R (an int) or a slice. The default is the scheme's.
-        seed: seed of random frequencies. The default is 0.
+        seed: seed for random frequencies. The default is 0.
 
     Raises:
         ValueError: if a name is unknown, head_dim cannot be split among the axes, the scheme does not support an

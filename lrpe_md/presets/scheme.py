@@ -238,7 +238,7 @@ class Scheme:
         num_heads: number of heads in the original model, if heads differ. If heads differ and this is 1, :func:`preset`
             requires ``num_heads``.
         grid: function (shape, **options) → positions of an image or a video. Its parameters define the options.
-        row_major: whether tokens are in row-major order. If False, the grid function returns a table in another order.
+        row_major: whether tokens are in row-major order. If False, the grid function returns a table in its own order.
         reference: default value of ``positions(.., reference=..)``.
         tokens: placement of tokens outside of the grids. The length in ``tokens`` is ignored, because you pass the
             number of tokens to ``positions``. None means that such tokens are not supported.
@@ -293,9 +293,9 @@ class Scheme:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.map == "cosine" and self.pairs != "interleaved":
-            raise ValueError(f"pairs: expected none with map='cosine', which has no pairs, got {self.pairs!r}")
+            raise ValueError(f"pairs: can't be set with map='cosine', which has no pairs, got {self.pairs!r}")
         if self.map == "rotate" and self.order != "cos_sin":
-            raise ValueError(f"order: expected none with map='rotate', which has no halves, got {self.order!r}")
+            raise ValueError(f"order: can't be set with map='rotate', which has no halves, got {self.order!r}")
         self._check_positions()
         if self.rotary is not None and not 0 <= self.rotary[0] < self.rotary[1] <= 1:
             raise ValueError(f"rotary: expected the start and end of a range within [0, 1], got {self.rotary}")
@@ -490,7 +490,7 @@ class Preset:
         axes = count_axes(self.num_axes)
         if len(shape) == self.num_axes:
             raise ValueError(
-                f"grid: expected positions with {axes}, as many as {self.name}'s frequencies have, got "
+                f"grid: expected positions with {axes}, like {self.name}'s frequencies, got "
                 f"{grid.num_axes} from its grid function for shape {shape}; change the grid function or the frequencies"
             )
         raise ValueError(f"shape: {self.name} expects a shape with {axes}, got {shape}")

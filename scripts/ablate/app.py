@@ -252,7 +252,7 @@ def report(
     if folder is not None and len(task or ()) > 1:
         raise typer.BadParameter(f"--folder: expected at most one task, got {', '.join(names)}")
     if folder is not None and pages is not None:
-        raise typer.BadParameter(f"--pages {pages}: only works without --folder; leave one of them out")
+        raise typer.BadParameter(f"--pages {pages}: can't be used with --folder; leave one of them out")
     if folder is not None and task:
         check_task(folder, names[0])
     for each in [folder] if folder else [path for path in folders() if task_of(path) in names]:

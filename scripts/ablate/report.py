@@ -48,7 +48,7 @@ def check_task(folder: Path, task: str) -> None:
     """Check that the runs in a folder belong to a task.
 
     Raises:
-        typer.BadParameter: if the runs belong to another task.
+        typer.BadParameter: if the runs belong to a different task.
     """
     if (folder / "config.json").is_file() and (found := task_of(folder)) in TASKS and found != task:
         raise typer.BadParameter(
@@ -96,7 +96,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
         write_comparison(folder / "samples.png", samples)
     if chosen not in trained and len(trained) > 1 and task.layout != "lengths":  # without differences
         text += (
-            f"\nNo differences are listed, because {chosen} was not trained; choose another encoding with --baseline."
+            f"\nNo differences are listed, because {chosen} was not trained; choose a different one with --baseline."
         )
     print(f"\n{text}", *(folder / name for name in ("table.md", "results.csv", *task.plots)), sep="\n")
 
@@ -123,7 +123,7 @@ def render(folder: Path) -> str:
     measure = task.measure.replace(", %", " in %").capitalize()
     by = {
         "sizes": f"{measure} by size", "lengths": f"{measure} by length and by position",
-        "recall": "Accuracy of questions by key and by place, by frames",
+        "recall": "Accuracy of key lookups and place lookups, by number of frames",
     }  # fmt: skip
     pictures = [("Samples of held-out captions", "samples.png")] * (folder / "samples.png").exists()
     pictures += [(by[task.layout], plot) for plot in task.plots]

@@ -16,6 +16,7 @@ from ..common.provenance import describe_environments
 from ..train.data.recall import KINDS, OFFSETS
 from .report_sizes import KEYS, count_seeds, describe_training, difference, sizes, summarize_trainings
 
+NAMES = {"by key": "Key lookups", "by place": "Place lookups"}  # by kind of question
 MEMORY = "add"  # other memories are compared with this one
 LINES = 6  # maximum number of lines that can be labelled in a panel
 COLORS = {"softmax": "black", "add": "orange", "decay": "green", "delta": "blue"}
@@ -83,13 +84,14 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         f"{frames_of(trained)} frames count. {describe_training(config['settings'])}",
         "",
         f"In each frame, {training['writes']} tokens each write one of {training['values']} values under one of "
-        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key. As many "
-        f"others ask for the value at one of these offsets (frames back, rows down, columns right): {offsets}. The "
-        f"model has {training['depth']} layers with {training['heads']} heads and {training['dim']} channels.",
+        f"{training['keys']} keys. For each kind of lookup, up to {training['questions']} tokens ask for a value: the "
+        f"latest value of a key, or the value at one of these offsets (frames back, rows down, columns right): "
+        f"{offsets}. The model has {training['depth']} layers with {training['heads']} heads and {training['dim']} "
+        "channels.",
         "",
     ]
     for kind in KINDS:
-        lines += [f"Questions {kind}:", "", *_accuracies(results, kind)]
+        lines += [f"{NAMES[kind]}:", "", *_accuracies(results, kind)]
     bold = ", in bold if the interval excludes zero" if seeds > 1 else ""
     for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
@@ -99,7 +101,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
                 "",
             ]
         for kind, rows in compared.items():
-            lines += [f"Questions {kind}:", "", *rows] if rows else []
+            lines += [f"{NAMES[kind]}:", "", *rows] if rows else []
     order: Any = results.drop_duplicates(KEYS)[KEYS]
     lines += summarize_trainings(results, [tuple(key) for key in order.to_numpy()])
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"

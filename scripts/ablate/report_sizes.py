@@ -126,7 +126,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     text = f"The table lists {'each run' if single else 'medians over all runs'}"
     if RISE in columns:
         text += "" if single else ", and the largest rise in training loss in any run"
-        text += ". If a rise is far above the others, the learning rate was too high for that encoding"
+        text += ". If an encoding's loss rises far more than the others', its learning rate was too high"
     rows = [[*key, *(cells[i] for cells in columns.values())] for i, key in enumerate(ranking)]
     return [f"{text}.", "", *table([*KEYS, *columns], rows, len(KEYS))]
 
@@ -146,7 +146,7 @@ def describe_training(settings: dict[str, Any]) -> str:
         f"in {precision}{compiled}."
     )
     changed = find_changes(settings)
-    return f"{text} Settings that differ from the defaults of the task: {', '.join(changed)}." if changed else text
+    return f"{text} Settings that differ from the task's defaults: {', '.join(changed)}." if changed else text
 
 
 def find_changes(settings: dict[str, Any]) -> list[str]:

@@ -247,7 +247,7 @@ def _explain_unknown(config: type[Training], name: str, known: Iterable[str]) ->
     if config is digits.DigitsTraining and name in MODEL:
         text += (
             f"; digits has a fixed model ({digits.VIT['depth']} layers of {digits.VIT['embed_dim']} channels). Use "
-            "another task, or your own model as in docs/examples/ablate_own_model.py"
+            "a different task, or your own model as in docs/examples/ablate_own_model.py"
         )
     return text
 
@@ -271,7 +271,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
         try:
             found[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:
-            expected = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "another value")
+            expected = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "a different value")
             raise typer.BadParameter(f"--set {name}: expected {expected}, got {text!r}") from error
     return found
 
@@ -298,7 +298,7 @@ def options_as_set(task: Task) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_warnings() -> Iterator[list[str]]:
-    """Yield a list that collects the texts of warnings. The warnings are still shown."""
+    """Yield a list that collects the messages of warnings. The warnings are still shown."""
     texts: list[str] = []
     show = warnings.showwarning
 
@@ -315,7 +315,7 @@ def record_warnings() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def hide_warnings(texts: Iterable[str]) -> Iterator[None]:
-    """Hide warnings with these texts."""
+    """Hide warnings with these messages."""
     hidden, show = set(texts), warnings.showwarning
     warnings.showwarning = lambda message, *more: None if str(message) in hidden else show(message, *more)
     try:
@@ -380,8 +380,8 @@ class Comparison:
         for name in schemes.keys() & trained:
             if before.get(name) != schemes[name]:
                 raise typer.BadParameter(
-                    f"--encoding {name}: --out {out} contains runs with another definition of this scheme; choose "
-                    "another folder, or register the scheme under another name"
+                    f"--encoding {name}: --out {out} contains runs with a different definition of this scheme; choose "
+                    "a different folder, or register the scheme under a different name"
                 )
         both = {
             kind: [*compared.get(kind, ()), *self.encodings.get(kind, ())] for kind in {**compared, **self.encodings}

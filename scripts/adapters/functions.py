@@ -103,7 +103,7 @@ def _difference(function: Callable[..., Any], ours: Any) -> str:
             found = pytree.tree_leaves(ours(*probe.arguments(xs, leaves)))
             plans.rotate = rotate
             if any(a.dtype != b.dtype for a, b in zip(found, expected, strict=True)):
-                return f"another dtype for {dtype}"
+                return f"a different dtype for {dtype}"
             if not probing.are_close(found, expected, bound):
                 return f"other numbers for {dtype}"
             if launches:

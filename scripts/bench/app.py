@@ -28,7 +28,7 @@ from . import (
     tune,
 )
 
-functorch.donated_buffer = False  # a compiled backward is timed many times
+functorch.donated_buffer = False  # a compiled backward pass is timed many times
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Benchmark the operators and whole training steps.",
     epilog="Example: lrpe-md bench my-shapes --heads 24 --grid 21x45x80 --head-dim 128",

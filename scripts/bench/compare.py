@@ -68,7 +68,7 @@ def git(root: Path, *args: str) -> str:
 
 
 def load(text: str, kind: Kind) -> Any:
-    """Return the last value for each key, or an empty table if the file is of another kind."""
+    """Return the last value for each key, or an empty table if the file is of a different kind."""
     rows: Any = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     if not {*kind.key, kind.value} <= set(rows):
         return pd.Series(dtype=float)
@@ -106,7 +106,7 @@ def main(
     try:
         rows = find_regressions(read(old), read(new), tolerance)
     except ValueError as error:
-        raise typer.BadParameter(f"OLD, NEW: expected commits, {error}") from None
+        raise typer.BadParameter(f"OLD, NEW: expected commits: {error}") from None
     table = Table("file", "measurement", "before", "after", "")
     for row in rows.itertuples():
         _, name, what, before, after = row

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lrpe_md import adapt_rotary
 
-Arguments = dict[str, Any]  # keyword arguments of a model's forward
+Arguments = dict[str, Any]  # keyword arguments of a model's forward method
 
 
 @dataclass(frozen=True)

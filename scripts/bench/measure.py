@@ -27,7 +27,7 @@ from .peers import OURS, Forward, Peer, large_inputs
 PASSES = ("fwd", "bwd", "bwd_omega", "fwdbwd")
 KEY = ("mode", "op", "workload", "omega", "peer", "variant", "dtype", "head_dim", "num_tokens", "num_axes")
 COLUMNS: tuple[str, ...] = (*KEY, "p20", "p50", "p80", "min", "unit", "floor_bytes", "share", "in_budget", "note")
-COPY = "copy of as many bytes"
+COPY = "same-size copy"
 TURNS = 3  # number of input copies that calls cycle through
 HERE: tuple[str, ...] = ("copy_gbps", "gpu", "python", "torch", "triton", "timm", "commit", "date")
 

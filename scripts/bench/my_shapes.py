@@ -51,7 +51,7 @@ PASS_NAMES = {
 COLD = 2**30  # bytes; a call with tensors of this size evicts everything else from the caches
 SOFTMAX = 1e14  # softmax attention is only timed if its forward pass needs at most this many operations
 STAND_IN = "lrpe-md's reference in torch"
-FLOOR = "a copy of as many bytes"
+FLOOR = "same-size copy"
 NAMES = {  # display names of implementations
     linear.SDPA: "softmax attention, no positions", linear.UNFUSED: "the map by lrpe-md, products by torch",
     linear.COMPILED: "the same, torch.compile",
@@ -140,7 +140,7 @@ def installed() -> dict[str, Path]:
 
 
 def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer], list[str]]:
-    """Return the peers that support these shapes (on a CPU, with the reference), and notes about the others."""
+    """Return the peers that support these shapes (on a CPU, with the reference), and notes about the other peers."""
     known, broken = load_peers(dict(installed()))
     messages = [f"skipping {name}: {why}" for name, why in broken.items()]
     messages += [f"skipping {name}: not installed" for name in PACKAGES if name not in installed()]
@@ -202,7 +202,7 @@ def measure_linear(run: Run, shapes: Shapes, maps: list[str], copied: int) -> No
         if time.monotonic() > run.deadline:
             raise OutOfTime
         if impl == linear.SDPA and operations > SOFTMAX:
-            run.add(**key, note=f"left out: a forward has {operations:.1e} operations; use a smaller --batch")
+            run.add(**key, note=f"left out: a forward pass has {operations:.1e} operations; use a smaller --batch")
             continue
         try:
             linear.measure(run, str(shapes), case, impl)

@@ -126,7 +126,7 @@ def load_peers(folders: dict[str, Path | None]) -> tuple[dict[str, Peer], dict[s
         if root is not None:
             try:
                 known |= LIBRARIES[name](root.resolve())
-            except Exception as error:  # continue with the others
+            except Exception as error:  # continue with the other peers
                 broken[name] = describe_error(error)
     return known, broken
 

@@ -19,6 +19,7 @@ from ..adapters.sweep import read_outcomes
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
+from ..common.options import plural
 from ..common.plots import STYLE, WIDTH, add_legend, choose_colors, plt, save
 from ..common.provenance import name_commits
 from . import front, linear_report
@@ -314,7 +315,8 @@ def passes(rows: pd.DataFrame) -> list[str]:
         "q and k are slices of a packed projection. If a library has to copy them, its time includes the copy. Tables "
         "of cos and sin are precomputed. The backward pass is `torch.autograd.grad` on a retained graph. "
         f"{'✗ marks results outside the error budget. ' if wrong else ''}"
-        'The row "copy of as many bytes" shows what share a plain copy reaches at this size.',
+        'The "same-size copy" row shows what fraction of peak copy speed a plain copy of the same number of bytes '
+        "reaches.",
         "",
         f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",
@@ -373,8 +375,8 @@ def host(rows: pd.DataFrame) -> list[str]:
     lines += table(["", *(f"{op}: {way}" if way == WAYS[0] else way for op, way in places)], found)
     started = part[(part.variant == "kernels") & part.p50.notna()]
     if len(started):
-        texts = [f"{row.op} {row.p50:.0f}" for row in started.itertuples()]
-        lines += [f"According to the profiler, a forward call launches this many kernels: {', '.join(texts)}.", ""]
+        texts = [f"{plural(round(row.p50), 'kernel')} for {row.op}" for row in started.itertuples()]
+        lines += [f"According to the profiler, a forward call launches {' and '.join(texts)}.", ""]
     return lines
 
 
@@ -382,8 +384,8 @@ def first_compile(rows: pd.DataFrame) -> list[str]:
     part: Any = rows[(rows["mode"] == "compile") & rows.p50.notna()]
     if not len(part):
         return []
-    texts = [f"{row.op} {row.p50:.1f} s ({row.variant})" for row in part.itertuples()]
-    return [f"In a fresh process with an empty Triton cache, the first calls take: {', '.join(texts)}.", ""]
+    texts = [f"{row.p50:.1f} s for {row.op} ({row.variant})" for row in part.itertuples()]
+    return [f"In a fresh process with an empty Triton cache, the first call takes {' and '.join(texts)}.", ""]
 
 
 def memory(rows: pd.DataFrame) -> list[str]:

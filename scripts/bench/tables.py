@@ -56,7 +56,7 @@ WORKLOADS = {
 
 
 def make_case(case: Case, form: str) -> Case:
-    """Return the case with tables in another form."""
+    """Return the case with tables in a different form."""
     options = dict(FORMS[form])
     by_sample = options.pop("by_sample", False)
     return replace(case, tables_batch=case.batch if by_sample else 1, **options)

@@ -356,11 +356,11 @@ def main(
     todo = {model: with_baselines(MODELS[model], wanted) for model in choose("--models", models.split(","), MODELS)}
     for model, names in todo.items():
         if not names:
-            raise typer.BadParameter(f"--encodings: {model} has none of {encodings}")
+            raise typer.BadParameter(f"--encodings: {model} supports none of {encodings}")
     if other is not None:
         Hosted.other = import_checkout(other)
     elif any("adapted-other" in names for names in todo.values()):
-        raise typer.BadParameter("--encodings: adapted-other needs --other, a checkout of another version")
+        raise typer.BadParameter("--encodings: adapted-other needs --other, a checkout of a different version")
     here = measured_on(on, commit)
     console = Console(soft_wrap=True)
     timing = Timing(steps, limit, backend, profiling, on, console)

@@ -127,7 +127,7 @@ class Place(NamedTuple):
         return found
 
     def refinements(self, tile: Tile) -> list[Tile]:
-        """Return candidates with the same shape but other registers and stages, or with all rows loaded first."""
+        """Return candidates with the same shape but different registers and stages, or with all rows loaded first."""
         if self.stage is not Pass.DOMEGA:
             return [tile._replace(rows_first=not tile.rows_first)]
         options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]
@@ -335,7 +335,7 @@ def summarise(found: list[Found]) -> Table:
 
 
 def choose_places(only: Sequence[str]) -> list[AnyPlace]:
-    """Return the places whose names contain one of the texts, or all places if there are no texts."""
+    """Return the places whose names contain one of the strings, or all places if there are none."""
     places: list[AnyPlace] = [Place(key, width) for key in TILES for width in range(len(WIDTHS))]
     places += linear_tune.choose_places()
     for text in only:

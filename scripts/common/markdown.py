@@ -13,7 +13,8 @@ PICTURES = "../../scripts/results"  # relative to a page
 def table(head: list[str], lines: list[list[str]], words: int = 1) -> list[str]:
     """Return the lines of a markdown table, with an empty line at the end.
 
-    The first ``words`` columns contain text and are left-aligned. The others contain numbers and are right-aligned.
+    The first ``words`` columns contain text and are left-aligned. The other columns contain numbers and are
+    right-aligned.
     """
     rule = ["---"] * words + ["---:"] * (len(head) - words)
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)] + [""]

@@ -136,7 +136,7 @@ _SHELL_TERMS = {
     r"share with .*?(\w+)= in (?:the encoding_kwargs of a model|lrpe_md\.preset or encoding_kwargs)": (
         r"share with --encoding NAME:\1=.."
     ),
-    r"\bexpected None\b": "expected no value",
+    r"\bexpected None\b": "must be left out",
     r"(number),? or None\b": r"\1",
     r"\(('[^']*'(?:, '[^']*')*),?\)": r"\1",
     r"(?<!got )'([^'\s]+)'": r"\1",

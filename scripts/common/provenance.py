@@ -66,6 +66,6 @@ def describe_environments(environments: list[dict[str, Any]]) -> str:
 
 
 def name_commits(commits: Iterable[str]) -> str:
-    """Return a text such as "commit a" or "commits a, b and c", without duplicates."""
+    """Return a string such as "commit a" or "commits a, b and c", without duplicates."""
     *others, last = dict.fromkeys(commits)
     return f"commits {', '.join(others)} and {last}" if others else f"commit {last}"

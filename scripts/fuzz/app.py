@@ -61,9 +61,11 @@ def main(
     only: Annotated[
         str, typer.Option(help="What to check: all, linear (linear attention) or maps (cosine and rotate).")
     ] = "all",
-    device: Annotated[str, typer.Option(help="Device: cpu, cuda or auto. On a CPU, Triton is interpreted.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Device: cpu, cuda or auto. On a CPU, kernels run in Triton's interpreter.")
+    ] = "auto",
     count: Annotated[int, typer.Option(min=1, help="Number of configurations.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="First seed; each configuration is drawn from one seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="First seed. Each configuration uses the next seed.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Time budget in seconds; 0 sets no limit.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     repeat: Annotated[

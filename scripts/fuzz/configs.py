@@ -39,7 +39,7 @@ class Place(_Small):
     start: int = 0
     length: int | None = None
     origin: bool = False
-    by_sample: bool = False  # whether origin or coordinates differ by sample
+    by_sample: bool = False  # whether origin or coordinates differ across samples
     masked: bool = False  # some rows of coordinates are not rotated
     max_coordinate: float = 20.0  # largest coordinate or origin
     dtype: str = "float32"  # dtype of coordinates, or of an origin (int32 or int64)

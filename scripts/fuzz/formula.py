@@ -23,7 +23,7 @@ from .configs import Config, LinearConfig, MapConfig, NormConfig, Where
 
 
 def _draw_errors(x: Tensor) -> Tensor:
-    """Draw random errors. One part is the same for all tokens, because equal tokens are rounded equally."""
+    """Draw random errors. One part is the same for all tokens, because equal tokens are rounded identically."""
     own = torch.randn_like(x)
     return own if x.ndim < 3 else own + torch.randn_like(x[..., :1, :])
 

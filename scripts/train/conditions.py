@@ -186,7 +186,7 @@ class FeatureFolder:
         self.about: dict[str, Any] = read_json(about)
         if self.about.get("format") != FORMAT:
             raise typer.BadParameter(
-                f"--text-features {path}: was written by another version; run `train features` again"
+                f"--text-features {path}: was written by a different version; run `train features` again"
             )
         self.rows = {caption: row for row, caption in enumerate(read_json(path / "captions.json"))}
         self.features, self.mask = self._array("features"), self._array("mask")
@@ -194,7 +194,7 @@ class FeatureFolder:
         expected = (len(self.rows), self.about["length"], self.about["width"])
         if self.features.shape != expected or self.mask.shape != expected[:2]:
             raise typer.BadParameter(
-                f"--text-features {path}: expected features {expected}, got {self.features.shape}; run `train "
+                f"--text-features {path}: expected features of shape {expected}, got {self.features.shape}; run `train "
                 "features` again"
             )
 

@@ -201,7 +201,7 @@ class Training:
         )  # fmt: skip
 
     def stretch_schedule(self, steps: int) -> Schedule:
-        """Return the schedule for another number of steps, as determined by --seconds."""
+        """Return the schedule for a different number of steps, as determined by --seconds."""
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class Training:
 
 
 def changed(name: str, default: Any, text: str | None = None, **about: Any) -> Any:
-    """Return a common training option with another default and, optionally, another help text."""
+    """Return a common training option with a different default and, optionally, a different help text."""
     (inherited,) = (f.metadata for f in fields(Training) if f.name == name)
     return field(default=default, metadata={**inherited, **about, "help": text or inherited["help"]})
 
@@ -287,7 +287,7 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
         near = " or ".join(str(each) for each in (below, below + multiple) if each)
         product = f"{heads} (--heads)" if per_head == 1 else f"{per_head} × {heads} (--heads)"
         raise typer.BadParameter(
-            f"{option}: expected a multiple of {product}, got {width}; pass {option} {near}, or other --heads"
+            f"{option}: expected a multiple of {product}, got {width}; pass {option} {near}, or change --heads"
         )
 
 

@@ -131,7 +131,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def fingerprint_scheme(encoding: str) -> str | None:
-    """Return a hash of a registered scheme's definition. In another process, the name may refer to another scheme.
+    """Return a hash of a registered scheme's definition. In another process, the name may refer to a different scheme.
 
     ``encoding`` is NAME or NAME:KEY=VALUE,...
 

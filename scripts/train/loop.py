@@ -380,7 +380,7 @@ class Trainer:
     # --- checkpoints
 
     def save(self) -> None:
-        """Save a checkpoint with unsharded tensors in one file. The first process writes it while the others wait."""
+        """Save a checkpoint with unsharded tensors in one file. Only the first process writes it."""
         state = {
             "format": FORMAT,
             "settings": self.settings,

@@ -49,9 +49,9 @@ KINDS = {
 def start_from(
     model: nn.Module, path: Path, settings: dict[str, Any] | None = None, options: Collection[str] = SIZES
 ) -> str:
-    """Load all weights that fit the model, and print the names of the others.
+    """Load all weights that fit the model, and print the names of the other weights.
 
-    If the weights come from a run with another encoding than in ``settings``, print a line about this. ``options``
+    If the weights come from a run with a different encoding than in ``settings``, print a line about this. ``options``
     names the settings that determine the model.
 
     The head, class and register tokens, and the encoding may differ. The norms of linear attention may be missing.

@@ -51,7 +51,7 @@ class Work:
 
 
 def report(*texts: str) -> None:
-    """In the first process, print the texts that are not empty to stderr."""
+    """In the first process, print the non-empty messages to stderr."""
     if PartialState().is_main_process:
         for text in filter(None, texts):
             typer.echo(text, err=True)

@@ -265,7 +265,7 @@ def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, A
     for option, value in unused.items():
         if value is not None:
             raise typer.BadParameter(
-                f"{option}: expected no value with --preset, which sets it, got {value!r}; leave it out, because "
+                f"{option}: can't be used with --preset, which sets it, got {value!r}; leave it out, because "
                 "figures of presets also show the similarity for the other map and axis order"
             )
     schemes = _find_schemes(list_presets() if preset == ["all"] else preset)
@@ -282,7 +282,7 @@ def _make_subject(
     choose("--axis-order", [axis_order or "minor_first"], AXIS_ORDERS)
     if axis_order is not None and frequencies == "mixed":
         raise typer.BadParameter(
-            f"--axis-order: expected no value with --frequencies mixed, which has no axis order, got {axis_order!r}"
+            f"--axis-order: can't be used with --frequencies mixed, which has no axis order, got {axis_order!r}"
         )
     options: Any = {"map": map, "axis_order": axis_order, **sizes}
     with _name_option("--frequencies"):

@@ -319,7 +319,7 @@ def composed(mesh, impl):
 
 @case
 def compiled(mesh, impl):
-    """Compile one graph that sums the frequencies' gradient in its backward."""
+    """Compile one graph that sums the frequencies' gradient in its backward pass."""
 
     def plain(*xs, **w):
         return rotate(*xs, positions=GRID, impl="auto", **w)  # torch.compile can't trace the interpreter

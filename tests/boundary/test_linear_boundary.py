@@ -29,7 +29,7 @@ NAMES = ("omega", "phase", "gate", "S", "sums")
 
 
 class Launcher(SimpleNamespace):
-    """Fake launcher that calls the reference. It saves S, which the backward must receive."""
+    """Fake launcher that calls the reference. It saves S, which the backward pass must receive."""
 
     def forward(self, call, operands, return_state, keep):
         self.seen.append("forward")

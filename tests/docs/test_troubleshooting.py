@@ -70,7 +70,9 @@ CASES = {  # beginning of a symptom: how to reproduce it
     "num_heads: expected": lambda: preset("rope_vit_mixed", 64),
     "name: expected one of": lambda: preset("wann"),
     "k: expected q's dtype": different_dtypes,
-    "k: expected a multiple": lambda: RotateMd(64, num_heads=4)(inputs()[0], inputs()[1][:, :1], positions=GRID),
+    "k: expected a number of heads divisible": lambda: RotateMd(64, num_heads=4)(
+        inputs()[0], inputs()[1][:, :1], positions=GRID
+    ),
     "head_dim: expected": lambda: RotateMd(63),
     "tables[0] (cos): expected": lambda: call(omega=None, positions=None, tables=(torch.randn(197, 16),) * 2),
     "out: expected no gradient": record_gradient,

@@ -6,7 +6,7 @@ MULTIMODAL_ROPES: a checkout of github.com/JJJYmmm/Multimodal-RoPEs at cd413b9e2
 VIDEOROPE: videorope-transformer/modeling_videorope.py of github.com/Wiselnn570/VideoRoPE at
 7712ca3f52b795284e0453badc6cf1642c1368c4. HOPE: modeling_hope.py of github.com/hrlics/HoPE at
 85b76c03abcf9624b6efd27d1af1bc11ce9899c4. From these two files, only the functions that compute positions and
-frequencies run, without the classes around them, which need another version of transformers.
+frequencies run, without the classes around them, which need a different version of transformers.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def is_same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> b
 
 
 def checkpointed(name: str, shard: Any, mesh: Any) -> None:
-    """Check that the backward uses the same tables, and that results are as accurate as the original's."""
+    """Check that the backward pass uses the same tables, and that results are as accurate as the original's."""
     build, call, x = of_name(name)
     torch.manual_seed(0)
     model, x = build(), x()

@@ -1,4 +1,4 @@
-"""Attention that re-encodes q and k in the backward, and joint gradients of projections."""
+"""Attention that re-encodes q and k in the backward pass, and joint gradients of projections."""
 
 import itertools
 from functools import partial
@@ -52,7 +52,7 @@ def call(device, map="rotate", act="none", learn=False, impl="auto", heads=1, dt
 def gradients(run, args, **how):
     torch.manual_seed(1)  # of dropout
     y = run(*args, **how)
-    torch.rand(())  # the backward uses the dropout of its forward
+    torch.rand(())  # the backward pass uses the dropout of its forward pass
     return y, *torch.autograd.grad(y.square().sum(), [a for a in args if a.requires_grad])
 
 

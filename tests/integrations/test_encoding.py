@@ -160,7 +160,7 @@ WRONG = [
     ("cosine", {"heads": "each"}, "heads: expected one of .*'shared', 'own'.*, got 'each'"),
     ("cosine", {"heads": "own", "num_heads": 4}, "heads: expected None with num_heads"),
     ("eva02", {"heads": "own"}, "heads: expected None with a preset"),
-    (CosineMd(24), {"sharing": "layer"}, "encoding_kwargs: expected none with a module"),
+    (CosineMd(24), {"sharing": "layer"}, "encoding_kwargs: can't be used with a module"),
     (None, {"sharing": "layer"}, "encoding_kwargs: expected only act and dim"),
 ]
 
@@ -208,7 +208,7 @@ def test_listed_options_are_accepted(encoding):
 def test_option_of_the_encoding_outside_encoding_kwargs():
     import timm
 
-    message = r"base: expected in encoding_kwargs, got an argument of {}; pass encoding_kwargs={{'base': 100}}$"
+    message = r"base: belongs in encoding_kwargs, got it as an argument of {}; pass encoding_kwargs={{'base': 100}}$"
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=1)
     calls: dict[str, Any] = {
         "adapt": lambda **own: adapt(model, "rotate", **own),

@@ -164,7 +164,7 @@ def test_compiling(name):
 
     with torch.no_grad():
         torch.testing.assert_close(compiled(adapted, x), call(model, x), rtol=0, atol=models.BOUND)
-    # AOTAutograd fails in the backward of the original's camera branch, because a view does not exist there.
+    # AOTAutograd fails in the backward pass of the original's camera branch, because a view does not exist there.
     options = {"camera": False} if name == "wm" else {}
     y, dy = models.gradients(model, lambda m, x: call(m, x, **options), x)
     z, dz = models.gradients(adapted, lambda m, x: compiled(m, x, **options), x)

@@ -670,7 +670,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", slow_except(["dinov3"], COMPILED))
 def test_compiling_breaks_no_graph_that_the_original_keeps(name):
-    """This covers the forward, training, and the gradients of the compiled model."""
+    """This covers the forward pass, training, and the gradients of the compiled model."""
     build, call, x = COMPILED[name]
     model, x = build(), x()
     adapted = adapt_rotary(copy.deepcopy(model))

@@ -337,12 +337,12 @@ def test_errors_of_places_in_models():
 
 
 class Waits(TorchDispatchMode):
-    """Mode that fails if anything reads a tensor's value or moves it to another device."""
+    """Mode that fails if anything reads a tensor's value or moves it to a different device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         assert name not in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select"), name
-        assert name != "_to_copy" or (kwargs or {}).get("device") in (None, args[0].device), "to another device"
+        assert name != "_to_copy" or (kwargs or {}).get("device") in (None, args[0].device), "to a different device"
         return func(*args, **(kwargs or {}))
 
 
@@ -577,7 +577,9 @@ def test_places_of_modules():
     expected = rotate(x, omega=module.omega, positions=Coordinates(turned, prefix=2))
     torch.testing.assert_close(module(x, positions=grid), expected)
     module.set_places(0, torch.arange(2.0))
-    with pytest.raises(ValueError, match=r"places: expected numbers \(n,\) for the 3 tokens of axis 0, got .*\(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"places: expected a 1-D tensor with at least 3 real numbers, .*axis 0, got .*\(2,\)"
+    ):
         module(x, positions=grid)
     for axis in (0, 1):
         module.set_places(axis, None)
@@ -610,7 +612,7 @@ def test_errors():
         set_scaling("pipe", None)
     with pytest.raises(ValueError, match="model: expected a model with encodings, found none in Linear"):
         set_scaling(nn.Linear(2, 2), None)
-    with pytest.raises(ValueError, match=r"scaling: expected one scaling for each of 2 axes \(encoding\), got 3"):
+    with pytest.raises(ValueError, match=r"scaling: expected one value for each of the 2 axes of encoding, got 3"):
         set_scaling(dit(), (None, None, None))
     mixed = RotateMd(16, 2, frequencies="mixed", num_heads=2)
     with pytest.raises(
@@ -633,7 +635,7 @@ def test_errors():
         ValueError, match=r"scaling: expected a function that returns theta of shape \(2, 8\), got \(1, 8\)"
     ):
         set_scaling(RotateMd(16, 1, num_heads=2, learnable=True), lambda theta: (theta[:1], 1.0))
-    with pytest.raises(ValueError, match=r"scaling: .* amplitude .* number or \(8,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"scaling: .* amplitude .* number or a tensor of shape \(8,\), got \(3,\)"):
         set_scaling(RotateMd(16, 1), lambda theta: (theta, theta[:3]))
     with pytest.raises(
         ValueError, match=r"scaling: expected a function that returns theta of shape \(4,\), got \(8,\)"
@@ -641,14 +643,14 @@ def test_errors():
         set_scaling(RotateMd(8, 1), lambda theta: (theta.repeat(2), 1.0))
     for model in (RotateMd(16, 2), dit()):
         for places in (torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.complex64)):
-            with pytest.raises(ValueError, match=r"places: expected a tensor of numbers .* got torch\.\w+ "):
+            with pytest.raises(ValueError, match=r"places: expected a 1-D tensor of real numbers.* got torch\.\w+ "):
                 set_places(model, 0, places)
     for axis in (True, 0.5):
         with pytest.raises(ValueError, match="axis: expected a number from 0 to 1"):
             RotateMd(16, 2).set_places(axis, torch.ones(4))
     with pytest.raises(ValueError, match=r"axis: expected a number from 0 to 1 \(encoding\), got 2"):
         set_places(dit(), 2, torch.arange(3.0))
-    with pytest.raises(ValueError, match=r"places: expected a tensor of numbers \(n,\), or None, got .*\(2, 2\)"):
+    with pytest.raises(ValueError, match=r"places: expected a 1-D tensor of real numbers, or None, got .*\(2, 2\)"):
         set_places(dit(), 0, torch.zeros(2, 2))
     with pytest.raises(ValueError, match="model: expected a model with image or video encodings, found none"):
         set_places(
@@ -658,7 +660,7 @@ def test_errors():
         RotateMd(16, 2).adjust(torch.ones(3, 1))
     with pytest.raises(ValueError, match=r"places: .* axis 1, got torch.float32 \(1, 2\)"):
         Grid((2, 3)).along({1: torch.zeros(1, 2)})
-    with pytest.raises(ValueError, match=r"places: expected numbers .* axis 1, got torch.bool \(3,\)"):
+    with pytest.raises(ValueError, match=r"places: expected a 1-D tensor .* axis 1, got torch.bool \(3,\)"):
         Grid((2, 3)).along({1: torch.ones(3, dtype=torch.bool)})
     with pytest.raises(ValueError, match="axes: expected None or numbers from 0 to 1, got"):
         Grid((2, 3)).along({2: torch.zeros(3)})

@@ -16,7 +16,7 @@ from lrpe_md.scripts.adapters import trial_timm as tiny  # noqa: E402
 BOUND = 1e-5
 CASES = {
     "axial": {},
-    "axial, another reference": {
+    "axial, a different reference": {
         "rope_grid_indexing": "xy", "rope_ref_feat_shape": (5, 7), "rope_grid_offset": 0.3,
     },
     "axial, half": {"rope_rotate_half": True, "class_token": True, "use_key_only_attn_mask": True},

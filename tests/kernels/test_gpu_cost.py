@@ -44,7 +44,7 @@ MAPS = {"cosine": cosine, "rotate": rotate}
 
 
 class Call:
-    """A call and its backward as separate steps."""
+    """A call and its backward pass as separate steps."""
 
     def __init__(self, inputs: Inputs, frequencies: bool = False, requires_grad: bool = True) -> None:
         self.grads, self.frequencies = inputs.grads, frequencies
@@ -105,7 +105,7 @@ def test_one_variant_for_all_sizes(map, act):
             call.backward(call.forward())
         counts.append(num_variants(launch.lrpe_kernel))
     new = [after - before for before, after in pairwise(counts)]
-    assert new == [1, 1, 1], f"new variants in the forward, the backward, the backward with dω: {new}"
+    assert new == [1, 1, 1], f"new variants in the forward pass, the backward pass, and the one with dω: {new}"
     assert num_variants(reduction.reduce_partial_kernel) - reduced <= 1
 
 
@@ -205,7 +205,7 @@ FORMS = {
 
 
 def check_kernels(case: Case, num_kernels: int) -> None:
-    """A pass launches ``num_kernels`` kernels. The backward with dω launches one more, which adds partial sums."""
+    """A pass launches ``num_kernels`` kernels. The backward pass with dω launches one more, which adds partial sums."""
     inputs = on_gpu(case)
     for frequencies in (False, True):
         call = Call(inputs, frequencies)
@@ -410,7 +410,7 @@ def test_memory_is_outputs_and_gradients(workload, map, act):
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_partial_sums_are_few(workload, map, per_head):
-    """The memory of dω's partial sums is at most 1.5% of the bytes that the backward moves."""
+    """The memory of dω's partial sums is at most 1.5% of the bytes that the backward pass moves."""
     call = packed_call(workload, map, per_head=per_head, frequencies=True)
     results = num_bytes(*forward_and_backward(call))
     assert results == num_bytes(*call.grads, *call.xs, call.omega)
@@ -430,7 +430,7 @@ def test_partial_sums_are_few(workload, map, per_head):
 )
 @pytest.mark.parametrize("map", MAPS)
 def test_backward_saves_only_inputs(map, act, frequencies, expected):
-    """The backward saves inputs by reference, and no outputs."""
+    """The backward pass saves inputs by reference, and no outputs."""
     case = Case(map, **{**GENERAL, "act": act, "phase": False})
     call = Call(on_gpu(case), frequencies)
     names = {t.data_ptr(): (name, t.shape) for name, t in (("omega", call.omega), ("q", call.xs[0]), ("k", call.xs[1]))}

@@ -83,7 +83,7 @@ def test_strides(map, layout, grad_layout):
 
 @pytest.mark.parametrize("head_dim", [24, 40, 72])
 def test_softmax_over_a_sequence_with_a_part_of_a_block(head_dim):
-    """The last block of 16 channels has only 8. The others are masked, in the forward and in the backward."""
+    """The last block of 16 channels has only 8. The others are masked, in the forward pass and in the backward pass."""
     assert not violations(Case("rotate", (3, 2), head_dim=head_dim, heads=(2,), act="softmax", dim=-2))
 
 

@@ -125,7 +125,7 @@ def test_saved_tensors_have_the_declared_shapes(normalizer, case, directions, st
 
 
 def test_backward_forms_again_what_was_not_kept(monkeypatch):
-    """A graph for dynamic sizes saves no states, so the backward recomputes them."""
+    """A graph for dynamic sizes saves no states, so the backward pass recomputes them."""
     inputs = make_linear_inputs(replace(DELTA, directions="both"))
     expected = run_linear(inputs, "triton")
     forward = launch_memory.forward

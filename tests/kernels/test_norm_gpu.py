@@ -69,7 +69,7 @@ def test_deterministic(over):
 
 @both
 def test_kernels_of_a_call(over):
-    """The forward needs one kernel. The backward with dγ and dω needs one kernel, and another one that sums."""
+    """The forward pass needs one kernel. The backward pass with dγ and dω needs a second one, which sums."""
     inputs = bench.make_inputs(bench.replace(bench.WORKLOADS["flux"], norm="rms", norm_over=over), torch.device("cuda"))
     for which, kernels in (("forward", 1), ("backward", 2), ("backward_omega", 2)):
         call = bench.make_pass(which, bench.encode_fused, inputs)

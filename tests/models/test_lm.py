@@ -402,22 +402,26 @@ def test_config_errors(change: dict, message: str) -> None:
 def test_errors() -> None:
     model, tokens = build(), some_tokens(length=3)
     for message, call in {
-        r"prompt: expected integers \(B, N\)": lambda: generate(model, tokens[0], 2),
+        r"prompt: expected an integer tensor of shape \(B, N\)": lambda: generate(model, tokens[0], 2),
         "max_new_tokens: expected a non-negative integer, got -1": lambda: generate(model, tokens, -1),
         "max_new_tokens: expected a non-negative integer, got 1.5": lambda: generate(model, tokens, 1.5),
-        r"prompt: expected integers \(B, N\), N > 0, got torch.int64 \(2, 0\)": lambda: generate(
+        r"prompt: expected an integer tensor of shape \(B, N\) with N > 0, got torch.int64 \(2, 0\)": lambda: generate(
             model, tokens[:, :0], 2
         ),
-        r"prompt: expected integers \(B, N\), N > 0, got torch.bool": lambda: generate(model, tokens > 1, 2),
+        r"prompt: expected an integer tensor of shape \(B, N\) with N > 0, got torch.bool": lambda: generate(
+            model, tokens > 1, 2
+        ),
         "temperature: .* got inf": lambda: generate(model, tokens, 2, temperature=math.inf),
         "temperature: expected 0": lambda: generate(model, tokens, 2, temperature=-1),
         "top_p: expected more than 0": lambda: generate(model, tokens, 2, top_p=0),
         "cuda_graph: expected a model on a GPU": lambda: generate(model, tokens, 2, cuda_graph=True),
-        r"padding: expected integers \(2,\)": lambda: generate(model, tokens, 2, padding=torch.zeros(3).long()),
-        "prompt: expected tokens from 0 to .*, got values from 3 to 300; for": lambda: generate(
+        r"padding: expected an integer tensor of shape \(2,\)": lambda: generate(
+            model, tokens, 2, padding=torch.zeros(3).long()
+        ),
+        r"prompt: expected tokens from 0 to .*, got values from 3 to 300\. To": lambda: generate(
             model, torch.tensor([[3, 300]]), 2
         ),
-        "prompt: expected tokens from 0 to .*, got values from -1 to -1; for": lambda: generate(
+        r"prompt: expected tokens from 0 to .*, got values from -1 to -1\. To": lambda: generate(
             model, torch.tensor([[-1]]), 2
         ),
         "prompts: expected at least one prompt": lambda: left_pad([tokens[0], tokens[0, :0]]),
@@ -430,11 +434,11 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     for message, call in {
-        r"prompt: expected a tensor of integers \(B, N\), got str; .*torch.tensor\(\[list": lambda: generate(
+        r"prompt: expected an integer tensor of shape \(B, N\), got str\. .*torch.tensor\(\[list": lambda: generate(
             model, "hello", 2
         ),
-        r"prompts: expected tensors of integers \(N,\), got \['str'\]; .*torch.tensor\(list\(text": lambda: left_pad(
-            ["hello"]
+        r"prompts: expected integer tensors of shape \(N,\), got \['str'\]\. .*torch.tensor\(list\(text": lambda: (
+            left_pad(["hello"])
         ),
         r"scaling: expected a function of theta, such as partial\(yarn_scaling, .*got 4.0": lambda: model.rescale(4.0),
         r"scaling: expected a function .* got 'yarn'": lambda: model.rescale("yarn"),
@@ -452,17 +456,31 @@ def test_errors_of_a_cache(attention: str) -> None:
     model(tokens[:, :3], cache)
     decoder.prefill(tokens[:, :3])
     wrong = {
-        r"tokens: expected integers \(2, N\), N > 0, got torch.int64 \(1, 1\)": lambda: model(tokens[:1, :1], cache),
-        r"tokens: expected integers \(2, N\), N > 0, got torch.int64 \(2, 0\)": lambda: model(tokens[:, :0], cache),
-        "tokens: expected integers .* torch.float32": lambda: model(tokens[:, :1] + 0.7, cache),
+        r"tokens: expected an integer tensor of shape \(2, N\) with N > 0, got torch.int64 \(1, 1\)": lambda: model(
+            tokens[:1, :1], cache
+        ),
+        r"tokens: expected an integer tensor of shape \(2, N\) with N > 0, got torch.int64 \(2, 0\)": lambda: model(
+            tokens[:, :0], cache
+        ),
+        "tokens: expected an integer tensor .* torch.float32": lambda: model(tokens[:, :1] + 0.7, cache),
         "cache: expected a cache for this model, with 2 layers, got 1": lambda: model(
             tokens, replace(cache, layers=cache.layers[:1])
         ),
-        r"token: expected integers \(2,\), got torch.float32 \(2,\)": lambda: decoder.step(tokens[:, 3] + 0.7),
-        r"token: expected integers \(2,\), got torch.int64 \(1,\)": lambda: decoder.step(tokens[:1, 3]),
-        r"token: expected integers \(2,\), got torch.int64 \(2, 1\)": lambda: decoder.step(tokens[:, 3:]),
-        r"prompt: expected integers \(2, N\), N > 0, got torch.int64 \(2, 0\)": lambda: decoder.prefill(tokens[:, :0]),
-        r"prompt: expected integers \(2, N\), N > 0, got torch.int64 \(1, 4\)": lambda: decoder.prefill(tokens[:1]),
+        r"token: expected an integer tensor of shape \(2,\), got torch.float32 \(2,\)": lambda: decoder.step(
+            tokens[:, 3] + 0.7
+        ),
+        r"token: expected an integer tensor of shape \(2,\), got torch.int64 \(1,\)": lambda: decoder.step(
+            tokens[:1, 3]
+        ),
+        r"token: expected an integer tensor of shape \(2,\), got torch.int64 \(2, 1\)": lambda: decoder.step(
+            tokens[:, 3:]
+        ),
+        r"prompt: expected an integer tensor of shape \(2, N\) with N > 0, got torch.int64 \(2, 0\)": lambda: (
+            decoder.prefill(tokens[:, :0])
+        ),
+        r"prompt: expected an integer tensor of shape \(2, N\) with N > 0, got torch.int64 \(1, 4\)": lambda: (
+            decoder.prefill(tokens[:1])
+        ),
     }
     for message, call in wrong.items():
         with pytest.raises(ValueError, match=message):

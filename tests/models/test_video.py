@@ -431,7 +431,7 @@ def test_invalid_arguments(kwargs, message):
 
 def test_invalid_inputs():
     model = build(space_time="factorised")
-    with pytest.raises(ValueError, match=r"x: expected \(B, 3, frames, height, width\), got \(2, 3, 8, 8\)$"):
+    with pytest.raises(ValueError, match=r"x: expected shape \(B, 3, frames, height, width\), got \(2, 3, 8, 8\)$"):
         model(torch.randn(2, 3, 8, 8))
     with pytest.raises(ValueError, match=r"got \(2, 4, 3, 8, 8\); if axis 2 has the channels, pass x\.movedim\(2, 1\)"):
         model(video().transpose(1, 2))
@@ -440,7 +440,7 @@ def test_invalid_inputs():
         model(video(4, 9, 8))
     with pytest.raises(ValueError, match="attn_mask"):
         model(video(), attn_mask=torch.ones(17, 17, dtype=torch.bool))
-    with pytest.raises(ValueError, match="keep: expected integers"):
+    with pytest.raises(ValueError, match="keep: expected an integer tensor"):
         build().forward_features(video(), keep=torch.ones(3))
 
 
@@ -598,7 +598,9 @@ def test_errors_of_causal_frames():
         adapt(other, "rotate", attention="linear")(x)
     softmax = build(**{**made, "attention": "softmax", "drop_unit": "tube"})
     _, state = softmax.stream(x)
-    with pytest.raises(ValueError, match=r"state: expected keys and values \(1, 2, 1 \+ a multiple of 4, 48\)"):
+    with pytest.raises(
+        ValueError, match=r"state: expected keys and values of shape \(1, 2, 1 \+ a multiple of 4, 48\)"
+    ):
         softmax.stream(x[:1], state)
     with pytest.raises(ValueError, match="attn_mask: expected None with causal='frames'"):
         softmax.forward_features(x, torch.ones(9, 9, dtype=torch.bool))
@@ -611,7 +613,7 @@ def test_errors_of_causal_frames():
         build(attention="linear").stream(x)
     with pytest.raises(ValueError, match="stream: absolute='learned' is stretched over the whole video"):
         build(**made, absolute="learned").stream(x)
-    with pytest.raises(ValueError, match=r"x: expected \(B, 3, frames, height, width\), got \(3, "):
+    with pytest.raises(ValueError, match=r"x: expected shape \(B, 3, frames, height, width\), got \(3, "):
         model.stream(x[0])
     model = build(**made, encoding="rotate")
     _, state = model.stream(x)

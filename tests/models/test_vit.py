@@ -244,7 +244,7 @@ def test_learned_frequencies():
 
 
 def test_copied_v_frees_the_projection():
-    """Check what attention saves for its backward.
+    """Check what attention saves for its backward pass.
 
     With v copied, it saves three tensors of size B·N·C, as without an encoding. Otherwise, it saves five.
     """
@@ -293,7 +293,7 @@ def test_layer_groups():
 def test_checkpointing_gradients(kwargs, reentrant, monkeypatch):
     monkeypatch.setattr("timm.layers.config._USE_REENTRANT_CKPT", reentrant)
     model = lrpe_vit(**kwargs, dynamic_img_size=True).train()
-    # After a forward at a different size, recomputation must still use the positions of its forward.
+    # After a forward pass at a different size, recomputation must still use the positions of its forward pass.
     x, other = image(16, 24), image(12, 8)
     grads = []
     for enable in (False, True):
@@ -657,7 +657,7 @@ def test_errors_of_adapt_name_what_was_mixed_up():
 )
 def test_adapt_rejects_a_module_of_other_sizes(encoding, found):
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
-    with pytest.raises(ValueError, match=f"a module with head_dim=16 and num_axes=2, as this model has, got {found}"):
+    with pytest.raises(ValueError, match=f"a module with head_dim=16 and num_axes=2, like this model, got {found}"):
         adapt(model, encoding)
     assert type(model) is timm.models.VisionTransformer  # unchanged
 
@@ -806,7 +806,7 @@ def test_unsuitable_presets(name, kwargs, message):
 @pytest.mark.parametrize("build", [lrpe_vit, lambda encoding, **kwargs: adapt(timm_vit(**kwargs), encoding)])
 def test_a_preset_with_more_axes_warns(build):
     """An image is a single frame. So temporal channels don't rotate, unless their frequencies also depend on space."""
-    message = "expected a preset with 2 axes, as this model has, got 'wan' with 3. 38% of its channels .*split"
+    message = "expected a preset with 2 axes, like this model, got 'wan' with 3. 38% of its channels .*split"
     with pytest.warns(UserWarning, match=message):
         build(encoding="wan", embed_dim=64)
     with warnings.catch_warnings():
@@ -1042,7 +1042,10 @@ def test_argument_errors():
         ({"encoding": lambda d, h: d}, r"encoding: expected a factory that returns an nn.Module, got a int"),
         ({"encoding": "cosine", "absolute": "yes"}, r"absolute: expected 'none', 'learned' or 'sincos', got 'yes'"),
         ({"encoding": "cosine", "attention": "flash"}, r"attention: expected 'softmax' or 'linear', got 'flash'"),
-        ({"encoding": CosineMd(16, 2), "encoding_kwargs": {"act": "relu"}}, r"encoding_kwargs: expected none"),
+        (
+            {"encoding": CosineMd(16, 2), "encoding_kwargs": {"act": "relu"}},
+            r"encoding_kwargs: can't be used with a module",
+        ),
         ({"encoding_kwargs": {"base": 10.0}}, r"encoding_kwargs: expected only act and dim"),
         ({"encoding_kwargs": {"act": "gelu"}}, r"act: expected one of"),
         ({"encoding_kwargs": {"act": "softmax"}}, r"dim: expected -1"),

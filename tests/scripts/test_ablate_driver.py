@@ -236,7 +236,7 @@ def test_the_report_names_settings_that_differ_from_the_defaults():
     text = "Each model was trained for 60 steps, at batch size 64 and learning rate 0.001, in float32."
     assert report_sizes.describe_training(settings) == text
     training |= {"ema": 0.9, "weight_decay": 0.1, "log_every": 3}  # log_every has no effect on the results
-    more = " Settings that differ from the defaults of the task: `weight_decay` 0.1, `ema` 0.9."
+    more = " Settings that differ from the task's defaults: `weight_decay` 0.1, `ema` 0.9."
     assert report_sizes.describe_training(settings) == text + more
 
 
@@ -250,7 +250,7 @@ def test_the_report_only_lists_what_was_measured():
     assert "Sizes are height x width." in text
     assert "peak memory" not in text
     assert "| rotate | softmax | 1,000 | 0.500 | 0.000 | 4.0 | 0.004 | 30 |" in text
-    assert "The table lists each run. If a rise is far above the others" in text
+    assert "The table lists each run. If an encoding's loss rises far more" in text
     assert "With 450 test images" in text
     assert "sin-cos" not in text
     assert "Learned position" not in text
@@ -519,7 +519,7 @@ def test_a_report_of_another_task_is_refused(tmp_path):
     before = (folder / "table.md").stat().st_mtime_ns
     for wrong, message in (
         (["digits"], f"TASK: expected image, the task of the runs in {folder}, got digits; leave it out"),
-        (["--pages", str(tmp_path)], "only works without --folder"),
+        (["--pages", str(tmp_path)], "can't be used with --folder"),
     ):
         refused = invoke("report", *wrong, "--folder", str(folder))
         assert refused.exit_code == 2, refused.output

@@ -45,7 +45,10 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     for name in ("frames.png", "frames-dark.png"):
         assert 5_000 < (tmp_path / "out" / name).stat().st_size < 300_000
     page = report.render(tmp_path / "out")
-    assert "![Accuracy of questions by key and by place, by frames](../../scripts/results/out/frames.png)" in page
+    assert (
+        "![Accuracy of key lookups and place lookups, by number of frames](../../scripts/results/out/frames.png)"
+        in page
+    )
 
 
 def test_smoke_of_the_longer_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +126,7 @@ def rows_of(text: str, after: str) -> dict[tuple[str, str], list[str]]:
 
 def test_numbers_of_the_tables() -> None:
     text = report_recall.markdown(RESULTS, CONFIG, "rotate")
-    by_key, by_place = (rows_of(text, f"\nQuestions {kind}:") for kind in ("by key", "by place"))
+    by_key, by_place = (rows_of(text, f"\n{kind} lookups:") for kind in ("Key", "Place"))
     assert list(by_key) == [("delta", "none"), ("add", "rotate"), ("add", "none"), ("delta", "rotate")]
     half = student.ppf(0.975, 2) * np.std(ADD[2], ddof=1) / np.sqrt(3)
     assert by_key["add", "none"][2] == f"23.0 ± {half:.1f}"
@@ -131,13 +134,13 @@ def test_numbers_of_the_tables() -> None:
     assert by_place["add", "rotate"] == by_key["add", "none"]
 
     differences = text[text.index("difference from add with the same positions") :]
-    memories = rows_of(differences, "Questions by key")
+    memories = rows_of(differences, "Key lookups")
     assert list(memories) == [("delta", "none"), ("delta", "rotate")]
     interval = ttest_rel(DELTA[2], ADD[2]).confidence_interval(0.95)
     mean, half = (interval.low + interval.high) / 2, (interval.high - interval.low) / 2
     assert memories["delta", "none"][2] == f"**{mean:+.1f} ± {half:.1f}**"
     assert memories["delta", "none"][3] == "+0.7 ± 3.8"  # it includes zero
-    positions = rows_of(text[text.index("difference from rotate with the same memory") :], "Questions by key")
+    positions = rows_of(text[text.index("difference from rotate with the same memory") :], "Key lookups")
     assert list(positions) == [("add", "none"), ("delta", "none")]
     assert positions["add", "none"][0] == "**+60.0 ± 0.0**"
 
@@ -145,7 +148,7 @@ def test_numbers_of_the_tables() -> None:
     assert (
         "only questions in the last 8 frames count. Each model was trained for 300 steps, at batch size 32 and" in text
     )
-    assert "learning rate 0.002, in float32. Settings that differ from the defaults of the task: " in text
+    assert "learning rate 0.002, in float32. Settings that differ from the task's defaults: " in text
     assert "4 tokens each write one of 8 values under one of 9 keys" in text
     assert text.endswith("A CPU, torch 2.11, commit 0123456789ab.\n")
     single = report_recall.markdown(RESULTS[RESULTS.seed == 0], CONFIG, "rotate")

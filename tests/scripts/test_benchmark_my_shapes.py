@@ -130,7 +130,7 @@ def test_the_table_compares_with_ours():
     lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
     assert lines[2:6] == [
         "lrpe-md 1 1 2",
-        "a copy of as many bytes 0.8 (×0.80) 0.8 (×0.80) 1.6",
+        "same-size copy 0.8 (×0.80) 0.8 (×0.80) 1.6",
         "slow 2 (×2.00) 4 (×4.00) 6 40 tables",
         "half 1.5 (×1.50) - - out of memory",
     ]

@@ -332,7 +332,7 @@ def test_report_of_the_backbones(tmp_path: Path):
         (["--modes", "eager,fast"], "unknown 'fast'"),
         (["--backend", "xformers"], "unknown 'xformers'"),
         (["--backend", "flash,efficient"], "unknown 'flash,efficient'"),
-        (["--models", "video", "--encodings", "timm-mixed"], "has none of"),
+        (["--models", "video", "--encodings", "timm-mixed"], "supports none of"),
         (["--profile"], "--profile: expected a GPU"),
     ],
 )

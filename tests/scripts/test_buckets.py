@@ -113,7 +113,7 @@ def test_images_go_to_the_closest_bucket():
     assert found.number == 3  # those without an image are left out
     assert [found.shapes[96][bucket] for bucket in found.of[:2]] == [(72, 128), (96, 96)]
     assert found.rows.tolist() == [0, 0, 0, 1, 1]
-    with pytest.raises(ValueError, match="indices: expected samples of one bucket, got samples of"):
+    with pytest.raises(ValueError, match="indices: expected samples from one bucket, got samples from"):
         found.find(np.array([0, 1]))
 
 

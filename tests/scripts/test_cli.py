@@ -313,7 +313,7 @@ def test_info_takes_no_arguments(monkeypatch, capsys):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
         assert cli.REPORT_BUGS.removeprefix("To report a bug, ") in text
     monkeypatch.setattr(sys, "argv", ["lrpe-md", "info", "twice"])
-    with pytest.raises(SystemExit, match="expected no arguments, got twice"):
+    with pytest.raises(SystemExit, match="takes no arguments, got twice"):
         cli.main()
 
 

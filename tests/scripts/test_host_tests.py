@@ -69,7 +69,7 @@ def test_worse_tests_are_listed(checkout, tmp_path):
 
 
 def test_the_row_names_the_imported_version(checkout, tmp_path):
-    """PYTHONPATH may name another version than the installed one."""
+    """PYTHONPATH may name a different version than the installed one."""
     (checkout / f"test_{MODEL}.py").write_text(
         "import transformers\ntransformers.__version__ = '1.2.4'\ndef test_passes(): pass\n", encoding="utf-8"
     )

@@ -97,7 +97,7 @@ def test_classes_without_training_videos_are_refused(tmp_path):
     data = write_classes(tmp_path / "split", ("train", "val"), 1)
     (data / "val" / "grey").mkdir()
     write_video(data / "val" / "grey" / "0.mp4", shades(60, 8), DECODERS[0])
-    with pytest.raises(VideoError, match=r"expected videos of each class in train/, got grey only in val/; add"):
+    with pytest.raises(VideoError, match=r"expected training videos for every class, but found grey only in val/. Add"):
         load_labelled([data], 8, parts=4)
 
 

@@ -70,7 +70,7 @@ PYTHON = re.compile(r"\b(None|True|False|tuple|dict|NoneType)\b|\(['\d]+,|->|Mem
 WRONG_OPTIONS = {
     "rotate:act=x": "act: expected one of none, relu, sigmoid, silu, softplus, softmax, got 'x'",
     "rotate:act=softmax": "dim: expected -1 (features) or -2 (sequence) for act=softmax, got none",
-    "rotate:dim=3": "dim: expected no value for act=none (only softmax has a dim), got 3",
+    "rotate:dim=3": "dim: must be left out for act=none (only softmax has a dim), got 3",
     "rotate:learnable=maybe": "learnable: expected true, false or raw (learn theta, not its logarithm), got 'maybe'",
     "rotate:phase=yes": "phase: expected true, false or k (only on the keys), got 'yes'",
     "rotate:pairs=x": "pairs: expected one of half, interleaved or the number of pairs of each block, got 'x'",
@@ -78,9 +78,9 @@ WRONG_OPTIONS = {
     "rotate:heads=all": "heads: expected one of shared, own, got 'all'",
     "rotate:split=1,2": "split: expected a share for each of 3 axes, got 1,2; pass 3 numbers, such as 1,1,1",
     "rotate:amplitude=1,2": "amplitude: expected a number, got 1,2",
-    "rotate:remainder=1": "remainder: expected no value without split, because",
+    "rotate:remainder=1": "remainder: must be left out without split, because",
     "wan:split=1,2": "split: expected a share for each of wan's 3 axes, got 1,2; pass 3 numbers, such as 1,1,1",
-    "wan:seed=3": "seed: expected no value, because wan doesn't use it",
+    "wan:seed=3": "seed: must be left out, because wan doesn't use it",
     "wan:scaling=x": "wan has no option 'scaling'",
 }
 
@@ -321,6 +321,6 @@ def test_ablate_refuses_runs_of_another_definition_of_a_scheme(tmp_path, registe
     register_scheme(registered, replace(OWN, frequencies=Axial((1, 1), 3.0)), overwrite=True)
     refused = invoke(ablate, *command, "-e", registered, "--seeds", "2")
     assert refused.exit_code == 2
-    assert f"--encoding {registered}: --out {tmp_path} contains runs with another definition" in refused.output
+    assert f"--encoding {registered}: --out {tmp_path} contains runs with a different definition" in refused.output
     extended = invoke(ablate, *command, "-e", "none", "--seeds", "1")
     assert extended.exit_code == 0, extended.output

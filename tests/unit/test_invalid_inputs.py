@@ -206,9 +206,9 @@ def test_errors_refer_to_the_module(name):
         with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 2, got 3 axes"):
             module(X, X, positions=where)
     wide = torch.zeros(1, 2, 6, 16)
-    with pytest.raises(ValueError, match=r"^x: expected the module's head_dim, 8, got 16 \(\(1, 2, 6, 16\)\)"):
+    with pytest.raises(ValueError, match=r"^x: expected head_dim=8, got 16 \(shape \(1, 2, 6, 16\)\)"):
         module(wide, positions=GRID)
-    with pytest.raises(ValueError, match=r"^q: expected the module's head_dim, 8, got 16"):
+    with pytest.raises(ValueError, match=r"^q: expected head_dim=8, got 16"):
         module(wide, wide, positions=GRID)
     with pytest.raises(ValueError, match=r"^x: expected a tensor on the module's device cpu, got meta"):
         module(X.to("meta"), positions=GRID)
@@ -221,10 +221,10 @@ def test_errors_refer_to_the_module(name):
 
 def test_other_heads_than_the_modules():
     module = RotateMd(8, 2, num_heads=2, frequencies="mixed")
-    with pytest.raises(ValueError, match=r"^k: expected a multiple of the module's num_heads, 2 .*, got 3"):
+    with pytest.raises(ValueError, match=r"^k: expected a number of heads divisible by num_heads=2 .*, got 3"):
         module(X, torch.zeros(1, 3, 6, 8), positions=GRID)
     text = Rotate1d(8, num_heads=2, theta=torch.rand(2, 4))
-    with pytest.raises(ValueError, match=r"^x: expected a multiple of the module's num_heads, 2 .*, got 3"):
+    with pytest.raises(ValueError, match=r"^x: expected a number of heads divisible by num_heads=2 .*, got 3"):
         text(torch.zeros(1, 3, 6, 8))
     with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 1, got 2 axes$"):
         text(X, positions=GRID)

@@ -26,7 +26,7 @@ def call(**changes):
 
 ERRORS = {
     # q, k and v
-    r"q: expected a tensor \(B, H, N, D\), got list": {"q": [1.0]},
+    r"q: expected a tensor of shape \(B, H, N, D\), got list": {"q": [1.0]},
     r"q: expected shape \(B, H, N, D\), got \(2, 4, 7\)": {"q": Q[..., 0]},
     r"q: expected float16, .*, got torch.int64": {"q": Q.long()},
     r"k: expected q's dtype and device, torch.float32 on cpu, got torch.float64": {"k": K.double()},
@@ -36,12 +36,12 @@ ERRORS = {
     },
     r"v: expected k's batch, heads and tokens, \(2, 2, 7\), .* got \(2, 4, 7, 8\)": {"v": Q},
     r"v: expected k's batch, heads and tokens, \(2, 2, 7\), .* got \(2, 2, 6, 8\)": {"v": K[:, :, :6]},
-    r"v: expected a tensor \(B, H, N, D_v\), got NoneType": {"v": None},
+    r"v: expected a tensor of shape \(B, H, N, D_v\), got NoneType": {"v": None},
     r"v: expected a positive head_dim, got \(2, 2, 7, 0\)": {"v": K[..., :0]},
     r"v: expected q's dtype and device, torch.float32 on cpu, got torch.bfloat16": {"v": K.bfloat16()},
     # the map
     r"map: expected 'cosine', 'rotate' or None, got 'none'": {"map": "none"},
-    r"omega: expected a tensor \(H or 1, channels or pairs, axes\) with map='cosine', got None": {"omega": None},
+    r"omega: expected a tensor of shape \(H or 1, channels or pairs, axes\) with map=.*, got None": {"omega": None},
     r"omega: expected shape .* = \(H or 1, 4, 2\), got \(1, 8, 2\)": {"map": "rotate"},
     r"omega: expected None with map=None, which has no angles, got Tensor": {"map": None},
     r"phase: expected None with map=None": {"map": None, "omega": None, "phase": OMEGA[..., 0]},
@@ -86,14 +86,14 @@ ERRORS = {
     r"amplitude: expected a finite number, got inf": {"amplitude": float("inf")},
     r"impl: expected one of .*, got 'cuda'": {"impl": "cuda"},
     # gate
-    r"gate: expected bools or floats, got torch.int64": {"gate": torch.ones(2, 1, 7).long()},
-    r"gate: expected \(B, H_k or 1, N\) = \(2, 2 or 1, 7\), .*, got \(2, 7\)": {"gate": torch.ones(2, 7)},
-    r"gate: expected \(B, H_k or 1, N\) = \(2, 1, 7\), .*, got \(2, 2, 7\)": {
+    r"gate: expected a boolean or floating-point tensor, got torch.int64": {"gate": torch.ones(2, 1, 7).long()},
+    r"gate: expected shape \(B, H_k or 1, N\) = \(2, 2 or 1, 7\), .*, got \(2, 7\)": {"gate": torch.ones(2, 7)},
+    r"gate: expected shape \(B, H_k or 1, N\) = \(2, 1, 7\), .*, got \(2, 2, 7\)": {
         "k": K[:, :1], "v": K[:, :1], "gate": torch.ones(2, 2, 7),
     },
     r"gate: expected .*, got \(2, 4, 7\)": {"gate": torch.ones(2, 4, 7)},
     r"gate: expected .*, got \(1, 1, 7\)": {"gate": torch.ones(1, 1, 7)},
-    r"gate: expected a tensor \(B, H_k or 1, N\), got float": {"gate": 0.5},
+    r"gate: expected a tensor of shape \(B, H_k or 1, N\), got float": {"gate": 0.5},
     r"gate: expected a tensor on k's device cpu, got meta": {"gate": torch.ones(2, 1, 7, device="meta")},
     # masks
     r"block: expected a divisor of the 6 tokens between prefix and suffix .*, got 4": {"block": 4},
@@ -119,7 +119,7 @@ ERRORS = {
     r"positions: expected the same positions for q and k with is_causal, got a pair": {
         "positions": (GRID, GRID), "is_causal": True,
     },
-    r"k: expected as many tokens as q \(7\) with a causal or block mask, got 5": {
+    r"k: expected the same number of tokens as q \(7\) with a causal or block mask, got 5": {
         "map": None, "omega": None, "positions": None, "k": K[:, :, :5], "v": K[:, :, :5], "is_causal": True,
     },
     # softmax over the sequence
@@ -136,9 +136,15 @@ ERRORS = {
         "act": "softmax", "dim": -2, "positions": Grid((2, 3), prefix=2, start=1),
     },
     # several sequences
-    r"cu_seqlens: expected a tensor \(num_seqs \+ 1,\), got list": {**ONE, "cu_seqlens": [0, 7]},
-    r"cu_seqlens: expected int32 or int64 \(num_seqs \+ 1,\), got torch.float32": {**ONE, "cu_seqlens": CU.float()},
-    r"cu_seqlens: expected int32 or int64 \(num_seqs \+ 1,\), got torch.int64 \(1,\)": {**ONE, "cu_seqlens": CU[:1]},
+    r"cu_seqlens: expected a tensor of shape \(num_seqs \+ 1,\), got list": {**ONE, "cu_seqlens": [0, 7]},
+    r"cu_seqlens: expected an int32 or int64 tensor of shape \(num_seqs \+ 1,\), got torch.float32": {
+        **ONE,
+        "cu_seqlens": CU.float(),
+    },
+    r"cu_seqlens: expected an int32 or int64 tensor of shape \(num_seqs \+ 1,\), got torch.int64 \(1,\)": {
+        **ONE,
+        "cu_seqlens": CU[:1],
+    },
     r"cu_seqlens: expected sequences packed in q \(1, H, N, D\), got \(2, 4, 7, 8\)": {"cu_seqlens": CU},
     r"cu_seqlens: expected a tensor on q's device cpu, got meta": {**ONE, "cu_seqlens": CU.to("meta")},
     **{

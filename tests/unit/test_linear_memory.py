@@ -497,7 +497,7 @@ ERRORS = [
     ({"block": 6, "decay": torch.tensor([0.5, 1.5])}, r"factors in \(0, 1\], got values from 0.5 to 1.5"),
     ({"block": 6, "decay": torch.tensor([0.0, 0.5])}, "from 0 to 0.5"),
     ({"block": 6, "decay": torch.tensor([0.5, float("nan")])}, "got values from nan"),
-    ({"block": 6, "decay": torch.ones(2, dtype=torch.int64)}, "decay: expected floats"),
+    ({"block": 6, "decay": torch.ones(2, dtype=torch.int64)}, "decay: expected a floating-point tensor"),
     ({"block": 6, "decay": [0.5, 0.5]}, "decay: expected a tensor"),
 ]
 
@@ -527,7 +527,7 @@ def test_values_are_checked_at_each_call():
     ("arguments", "message"),
     [
         ({"num_heads": 0}, "num_heads"), ({"num_heads": 2, "initial": "alibi"}, "initial: expected one of"),
-        ({"num_heads": 2, "initial": torch.ones(3)}, r"initial: expected \(2,\)"),
+        ({"num_heads": 2, "initial": torch.ones(3)}, r"initial: expected shape \(2,\)"),
         ({"num_heads": 2, "initial": torch.tensor([0.5, 2.0])}, "decay: expected factors"),
         ({"num_heads": 2, "initial": torch.ones(2), "learnable": True}, "below 1"),
         ({"num_heads": 2, "initial": "lightning", "depth": 2.0}, "depth"),

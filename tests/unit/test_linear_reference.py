@@ -400,7 +400,7 @@ def test_no_tokens_and_no_samples():
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_autocast_and_precision_settings_have_no_effect(dtype, mask):
-    """This includes autocast around the backward, and the precision of float32 products."""
+    """This includes autocast around the backward pass, and the precision of float32 products."""
     case = replace(LinearCase(dtype=dtype, state=True, return_state=True, act="softplus", head_dim=64), **mask)
     inputs = make_linear_inputs(case)
     expected = run_linear(inputs, "reference")
@@ -444,7 +444,7 @@ def test_products_are_formed_in_ieee(monkeypatch):
 
 
 def test_rounded_operands():
-    """Both operands of each product are rounded, in the forward and in derivatives. Sums stay float32."""
+    """Both operands of each product are rounded, in the forward pass and in derivatives. Sums stay float32."""
     a, b, g = (torch.randn(2, 5, 5) for _ in range(3))
 
     def low(t):

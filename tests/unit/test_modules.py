@@ -374,7 +374,7 @@ def test_amplitude_of_rotate(amplitude):
         torch.testing.assert_close(module(q, positions=GRID), expected)
         assert set(module.state_dict()) == set()
         assert "amplitude=True" in repr(module)
-    with pytest.raises(ValueError, match=r"amplitude: expected a number or \(4,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"amplitude: expected a number or a tensor of shape \(4,\), got \(3,\)"):
         RotateMd(8, 2, amplitude=torch.ones(3))
 
 

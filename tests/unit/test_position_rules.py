@@ -376,23 +376,23 @@ def test_an_index_beyond_the_tokens_of_a_compiled_function(backend):
 # --- errors ------------------------------------------------------------------------------------------------
 
 BAD = {
-    "reference of another length": (r"reference: .*2 axes", lambda g: g.interpolate((4, 4, 4))),
+    "reference of a different length": (r"reference: .*2 axes", lambda g: g.interpolate((4, 4, 4))),
     "reference of zero": (r"reference", lambda g: g.interpolate((0, 4))),
     "axis out of range": (r"axes: .*0 to 1, got \(2,\)", lambda g: g.centre((2,))),
     "unknown cells": (r"by: .*'area'", lambda g: g.cells("area")),
-    "crop of another length": (r"start, stop: .*2 axes", lambda g: g.crop((0,), (1,))),
+    "crop of a different length": (r"start, stop: .*2 axes", lambda g: g.crop((0,), (1,))),
     "taken from a shard": (r"take: .*a shard \(start=1", lambda g: Grid(g.shape, start=1).take(torch.tensor([0]))),
     "index of floats": (r"index: .*float32", lambda g: g.take(torch.rand(3))),
     "index of three dimensions": (r"index: .*\(1, 1, 1\)", lambda g: g.explicit().take(torch.zeros(1, 1, 1).long())),
     "window of zero": (r"window", lambda g: window_order(g.shape, 0)),
-    "window of another length": (r"window: .*2 axes", lambda g: window_order(g.shape, (2, 2, 2))),
+    "window of a different length": (r"window: .*2 axes", lambda g: window_order(g.shape, (2, 2, 2))),
     "column out of range": (r"axes: .*0 to 1, got \(0, 2\)", lambda g: g.explicit().select((0, 2))),
     "slice beyond the end": (r"start, length: .*12 tokens", lambda g: g.explicit().shard(3, 10)),
-    "mask of another length": (
+    "mask of a different length": (
         r"rotated: .*\(12,\).*got torch.bool \(11,\)",
         lambda g: Coordinates(g.coordinates(), rotated=torch.ones(11, dtype=torch.bool)),
     ),
-    "mask on another device": (
+    "mask on a different device": (
         r"rotated: .*device cpu, got meta",
         lambda g: Coordinates(g.coordinates(), rotated=torch.ones(12, dtype=torch.bool, device="meta")),
     ),

@@ -497,7 +497,7 @@ BAD = {
         r"start, stop: the last of 2 positions.*= 8.*start = 14",
         lambda: preset("cogvideox").positions((2, 40)),
     ),
-    "scalings of another length": (
+    "scalings of a different length": (
         r"scaling: .*3 axes, got 2", lambda: preset("wan", scaling=(None, partial(ntk_scaling, factor=2.0))),
     ),
     "bad scaling": (r"factor: .*got -1", lambda: preset("wan", scaling=partial(ntk_scaling, factor=-1.0))),

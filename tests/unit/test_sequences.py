@@ -82,7 +82,7 @@ def test_table_after_other_tokens():
     ]  # fmt: skip
     empty = After(Grid((0, 4)).explicit())
     assert rows(compose(Tokens(2, "diagonal"), empty, Tokens(1, "diagonal")))[-1] == (2, 2)
-    with pytest.raises(ValueError, match=r"segments: expected coords \(N, K\), got \(2, 1, 2\) at index 0"):
+    with pytest.raises(ValueError, match=r"segments: expected coords of shape \(N, K\), got \(2, 1, 2\) at index 0"):
         compose(After(Coordinates(torch.zeros(2, 1, 2))))
     with pytest.raises(TypeError, match=r"grid: expected a Grid or Coordinates, got .*pass Grid"):
         After((2, 3))
@@ -279,7 +279,7 @@ BAD = {
     "axis of a follower": (ValueError, r"axes from 0 to 1, got \(5,\)", lambda: compose(After(Grid((2, 2)), (5,)))),
     "no segment": (TypeError, r"segments: .*\(2, 2\) at index 1", lambda: compose(Tokens(1), (2, 2))),
     "coordinates by sample": (
-        ValueError, r"segments: expected coords \(N, K\), got \(2, 3, 2\)",
+        ValueError, r"segments: expected coords of shape \(N, K\), got \(2, 3, 2\)",
         lambda: compose(Coordinates(torch.rand(2, 3, 2))),
     ),
     "negative length": (ValueError, r"length: .*-1", lambda: Tokens(-1)),
@@ -294,7 +294,7 @@ BAD = {
         lambda: compose(Grid((3,)), Grid((3,)).rescale(-1e9), dtype=torch.float32),
     ),
     "no samples": (ValueError, r"samples: .*none", lambda: pack([])),
-    "sample of another kind": (TypeError, r"samples: .* at index 0, got Tokens$", lambda: pad([Tokens(3)])),
+    "sample of a different kind": (TypeError, r"samples: .* at index 0, got Tokens$", lambda: pad([Tokens(3)])),
     "sample of several samples": (
         ValueError, r"samples: .*\(2, 3, 2\)", lambda: pack([Coordinates(torch.rand(2, 3, 2))]),
     ),

@@ -94,7 +94,7 @@ def compare(call, loop, x, theta, dtype=torch.float32):
         x, theta = x.detach().requires_grad_(), theta.detach().requires_grad_()
         y = f(x, theta)
         dys = [randn(*y.shape, seed=10 + i).to(dtype).to(y.dtype) for i in range(8)]
-        if f is loop:  # loops are slow, so all dy share one forward
+        if f is loop:  # loops are slow, so all dy share one forward pass
             return (y.detach(), *torch.autograd.grad(y, (x, theta), torch.stack(dys), is_grads_batched=True))
         found = [torch.autograd.grad(y, (x, theta), dy, retain_graph=True) for dy in dys]
         return (y.detach(), *(torch.stack(t) for t in zip(*found, strict=True)))

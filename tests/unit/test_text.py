@@ -413,16 +413,16 @@ X = torch.zeros(2, 4, 5, 8)
             lambda: lrpe_rotate_1d(X, torch.ones(4), offset=torch.tensor([1, 2, 3])), ValueError,
             "offset for each of B = 2 samples, got 3",
         ),
-        (lambda: Grid((3,), origin=3), TypeError, "origin: expected a tensor of integers.*int"),
+        (lambda: Grid((3,), origin=3), TypeError, "origin: expected an integer tensor of shape.*int"),
         (lambda: Grid((3,), origin=torch.zeros(1)), TypeError, "origin: expected int32 or int64, got torch.float32"),
-        (lambda: Grid((3, 4), origin=torch.tensor([1])), ValueError, r"origin: expected \(2,\) or .*got \(1,\)"),
+        (lambda: Grid((3, 4), origin=torch.tensor([1])), ValueError, r"origin: expected shape \(2,\) or .*got \(1,\)"),
         (
             lambda: lrpe_md.pack([Grid((3,), origin=torch.tensor([1]))]), ValueError,
             "samples: expected positions without an origin.*at index 0",
         ),
         (
             lambda: Rotate1d(8)(X, cu_seqlens=torch.tensor([0, 5])), ValueError,
-            r"cu_seqlens: expected sequences packed in x \(1, H, N, D\), got \(2, 4, 5, 8\)",
+            r"cu_seqlens: expected sequences packed in x of shape \(1, H, N, D\), got \(2, 4, 5, 8\)",
         ),
         (
             lambda: Rotate1d(8, act="softmax", dim=-2)(X[:1], cu_seqlens=torch.tensor([0, 5])), ValueError,

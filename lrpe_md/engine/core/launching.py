@@ -175,7 +175,7 @@ def cut_channels(
 ) -> Tiles:
     """Split a row into tiles.
 
-    ``choose`` returns the tile widths for the mapped channels, and ``pad`` for the others.
+    ``choose`` returns the tile widths for the mapped channels, and ``pad`` for the other channels.
     """
     channels = spec.num_channels
     if spec.map == "none" and not channels:

@@ -223,10 +223,10 @@ class Operator(ABC):
 
         Args:
             prefix: prefix of the operators' names.
-            inputs: declarations of the inputs and, at the end, of the tensors saved for the backward.
+            inputs: declarations of the inputs and, at the end, of the tensors saved for the backward pass.
             parts: parts of a call.
-            options: NamedTuple class whose fields select what a forward returns besides the outputs, or None.
-            needs: NamedTuple class with flags that select the gradients of learned tensors to compute in a backward.
+            options: NamedTuple class whose fields select what a forward pass returns besides the outputs, or None.
+            needs: NamedTuple class with flags that select the gradients of learned tensors to compute.
         """
         *input_arguments, saved_argument = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(input_arguments)
@@ -319,7 +319,7 @@ class Operator(ABC):
 
     @abstractmethod
     def pack_saved(self, call: Any, inputs: Any, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return the tensors to save and the call's other values, for a backward that computes the needed gradients."""
+        """Return the tensors to save and the call's other values, for the gradients that are needed."""
 
     @abstractmethod
     def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:
@@ -330,7 +330,7 @@ class Operator(ABC):
         """Run a call on DTensors, by calling ``run`` on the local shards."""
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
-        """Return the options for a forward that autograd records, and the number of results that the user gets."""
+        """Return the options for a forward pass that autograd records, and the number of results that the user gets."""
         raise NotImplementedError("operators with options must override keep_for_backward")
 
     # --- a call, from the choice of the path to a launch
@@ -391,7 +391,7 @@ class Operator(ABC):
         return module
 
     def forward(self, call: Any, inputs: Any, options: Any, direct: bool) -> list[Tensor]:
-        """Return the outputs, and any further tensors that the backward needs."""
+        """Return the outputs, and any further tensors that the backward pass needs."""
         if direct:
             return self.launcher(call).forward(call, inputs, *options)
         return self.forward_op(*self.write_inputs(inputs), *self.flatten(call), *options, SOURCE)
@@ -563,7 +563,8 @@ class _Run(torch.autograd.Function):
         if not compiling and torch.is_grad_enabled():  # create_graph: a double backward
             gradients = operator.differentiate(call, inputs, grads, needs, create_graph=True)
         elif not compiling and (is_transforming() or any(is_legacy_batched(g) for g in grads)):
-            # A function transform began after the forward: gradients are dual numbers, or batched (is_grads_batched).
+            # A function transform began after the forward pass: gradients are dual numbers, or batched
+            # (is_grads_batched).
             gradients = operator.differentiate(call, inputs, grads, needs)
         else:
             direct = direct and is_plain(grads)

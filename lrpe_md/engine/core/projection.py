@@ -57,7 +57,7 @@ class Split(torch.autograd.Function):
 class TracedSplit(torch.autograd.Function):
     """Variant of :class:`Split` for compiled code.
 
-    Its backward is a single operator, lowered in inductor/lowering.py.
+    Its backward pass is a single operator, lowered in inductor/lowering.py.
     """
 
     @staticmethod

@@ -92,8 +92,8 @@ def count_ranks(x: Any, dim: int) -> int:
 def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
     """Return the part of t that corresponds to x's shard. ``dims`` maps dimensions of x to dimensions of t.
 
-    If x is sharded along a dimension that t lacks, each rank computes a partial gradient of t. The backward then sums
-    the partial gradients.
+    If x is sharded along a dimension that t lacks, each rank computes a partial gradient of t. The backward pass then
+    sums the partial gradients.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -104,7 +104,7 @@ def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
         gradient_placements.append(Partial() if p.is_shard() and placement.is_replicate() else placement)
     if not is_sharded(t):
         t = DTensor.from_local(t, x.device_mesh, [Replicate()] * len(placements), run_check=False)
-    # This is needed even if no data moves, because its backward gives the summed gradient the placements of t.
+    # This is needed even if no data moves, because its backward pass gives the summed gradient the placements of t.
     return t.redistribute(x.device_mesh, placements).to_local(grad_placements=gradient_placements)
 
 

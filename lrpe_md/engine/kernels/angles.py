@@ -233,7 +233,7 @@ def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
         s = find_index(o_g, grid, j, V)[:, None]
         w_hi, w_lo = omega[j]
         turn += s * w_hi + tl.umulhi(s.to(tl.uint32), w_lo).to(tl.int32)
-    if V.has_phase:  # like another axis with frequency φ, whose positions are 1 on the grid and 0 off it
+    if V.has_phase:  # like an additional axis with frequency φ, whose positions are 1 on the grid and 0 off it
         phase, _ = omega[K]
         turn += m_g.to(tl.int32)[:, None] * phase
     angles = (turn << 1).to(tl.float32) * HALF_TURN
@@ -292,7 +292,7 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
         half += parity
         if ANY_SIZE:
             low += s_lo[:, None] * (w_hi * LOW)
-    if V.has_phase:  # like another axis with frequency 1, whose positions are φ on the grid and 0 off it
+    if V.has_phase:  # like an additional axis with frequency 1, whose positions are φ on the grid and 0 off it
         f_hi, f_lo = omega[K]
         one = tl.full(f_hi.shape, C_HI * UNIT, tl.float32)
         a, parity = drop_turns(f_hi, one, ANY_SIZE=True)

@@ -125,7 +125,7 @@ def sum_crossing(products, V: tl.constexpr):
 
 @triton.jit
 def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
-    """Compute S and Z after tokens [begin, end) of a head, including the decay."""
+    """Compute S and Z after tokens [begin, end) of one head, including the decay."""
     gate, decay = gates
     b, h, begin, end = walk
     decay = locate_decay(decay, b, h, V=V)

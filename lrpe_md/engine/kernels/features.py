@@ -193,7 +193,7 @@ def zero_gated_tokens(x, beta):
 
 @triton.jit
 def to_tiles(tiles, V: tl.constexpr):
-    """Convert the result of :func:`load_row` to tiles of x: one or two for each tile of the map, then the others."""
+    """Convert the result of :func:`load_row` to tiles of x: one or two for each tile of the map, then the rest."""
     if V.num_mapped == 0:
         return tiles
     else:
@@ -219,7 +219,7 @@ def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
-    """Return norm(x) of tokens n0 + o_n, and the values that its backward needs: x̂, r, γ, β and token groups."""
+    """Return norm(x) of tokens n0 + o_n, and the values that its backward pass needs: x̂, r, γ, β and token groups."""
     if V.norm == "none":
         return x, ()
     else:
@@ -457,7 +457,7 @@ def empty_weight_sums(V: tl.constexpr):
 
 @triton.jit
 def add_weight_products(sums, products, group, V: tl.constexpr):
-    """Add the products of a block of tokens to the sums of their token groups."""
+    """Add the products for a block of tokens to the sums for their token groups."""
     new_sums = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]

@@ -208,7 +208,7 @@ def activate_tokens(x, V: tl.constexpr):
 
 @triton.jit
 def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
-    """Compute S and Z of tokens [begin, end) of a head.
+    """Compute S and Z for tokens [begin, end) of one head.
 
     ``k`` and ``v`` are (pointer, strides), and ``walk`` is (sample, head, begin, end).
     """
@@ -254,7 +254,7 @@ def invert(z, V: tl.constexpr):
 
 @triton.jit
 def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
-    """Compute and store o of tokens [begin, end) of a head, given S (as operands) and Z."""
+    """Compute and store o for tokens [begin, end) of one head, given S (as operands) and Z."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
@@ -442,7 +442,7 @@ def _store_tile_total(p_partial, total, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexpr):
-    """Compute and store dq of tokens [begin, end) of a head. Return ``grads`` plus the sums over these tokens.
+    """Compute and store dq for tokens [begin, end) of one head. Return ``grads`` plus the sums over these tokens.
 
     ``tensors`` is (q, do, dq), and ``state`` is (S, Z) with S as operands. ``grads`` is (tiles of dZ, sums for dω, sums
     for the norm's weights).
@@ -483,7 +483,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
 
 @triton.jit
 def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
-    """Add the sum of q̂ doᵀ / z over tokens [begin, end) of a head to dS.
+    """Add the sum of q̂ doᵀ / z over tokens [begin, end) of one head to dS.
 
     With a causal mask, also add the sum of dz q̂ (or dz q̄) to dZ. ``grads`` is (dS, dZ), and ``tensors`` is
     (q, do, scales). With a causal mask, ``scales`` is the result of :func:`point_to_scales`.
@@ -543,7 +543,7 @@ def _add_outer_product(S, values, features, i: tl.constexpr, j: tl.constexpr, V:
 
 @triton.jit
 def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
-    """Compute and store dk, dv and dβ of tokens [begin, end) of a head.
+    """Compute and store dk, dv and dβ for tokens [begin, end) of one head.
 
     Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), ``gates`` is (β, dβ), and
     ``state`` is (dS, dZ) with dS as operands.

@@ -89,7 +89,7 @@ def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Compute column tile r of A from tokens [begin, end) of a head."""
+    """Compute column tile r of A from tokens [begin, end) of one head."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, h, V=V)
@@ -457,7 +457,7 @@ def broadcast_rows(rows, like):
 
 @triton.jit
 def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
-    """Compute and store dk, dv and dβ of tokens [begin, end) of a head, for the delta rule.
+    """Compute and store dk, dv and dβ for tokens [begin, end) of one head, for the delta rule.
 
     Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
     ``grads`` is (dS, dZ, M, p_vectors), with dS as operands. p_vectors points to the pairs of :func:`apply_vectors`.

@@ -126,7 +126,7 @@ class Results(NamedTuple):
     """Flags that select what a forward pass returns in addition to o."""
 
     return_state: bool = False
-    keep: bool = False  # also return tensors that the backward would otherwise recompute
+    keep: bool = False  # also return tensors that the backward pass would otherwise recompute
 
 
 class Operands(NamedTuple):

@@ -165,7 +165,7 @@ class Parts(NamedTuple):
     """Parts of the pieces of a causal call. One program computes the state of each needed part."""
 
     all_parts: Pieces
-    needed_parts: Pieces  # the first parts or, in the backward, the last ones
+    needed_parts: Pieces  # the first parts or, in the backward pass, the last ones
     per_piece: int = 1
 
 
@@ -593,7 +593,7 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o and, if requested, the state after the last token and the tensors that the backward needs."""
+    """Return o and, if requested, the state after the last token and the tensors that the backward pass needs."""
     inputs, state = LaunchInputs(call, operands), operands.state
     sizes, eps = inputs.sizes, call.attention.eps
     o = like_in_memory(inputs.q, sizes.v_dim)
@@ -745,7 +745,7 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
 def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
-    """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward."""
+    """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward pass."""
     sizes = derive_sizes(call, operands)
     has_state = bool(operands.state) or return_state
     if is_one_pass(call, sizes, has_state):

@@ -81,7 +81,7 @@ class Extent(NamedTuple):
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o and, if requested, the state after the last token and the tensors that the backward needs."""
+    """Return o and, if requested, the state after the last token and the tensors that the backward pass needs."""
     inputs = LaunchInputs(call, operands)
     o = like_in_memory(inputs.q, inputs.sizes.v_dim)
     with current_device(inputs.q):
@@ -156,7 +156,7 @@ def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Te
 
 
 def count_transition(sizes: Sizes, call: LinearCall) -> int:
-    """Return the number of elements in A of a block, including the separate A of unrotated sums."""
+    """Return the number of elements in a block's A, including the separate A for unrotated sums."""
     return sizes.num_features**2 + (sizes.num_sums**2 if call.attention.normalizer == "unrotated" else 0)
 
 
@@ -272,7 +272,7 @@ def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
 def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
-    """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward."""
+    """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward pass."""
     sizes = derive_sizes(call, operands)
     pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, makes_table=False)
     shape = (pieces.num_slots, sizes.rows)

@@ -181,7 +181,7 @@ class Attend(Operator):
     def keep_for_backward(
         self, call: LinearCall, inputs: Operands, options: Results, direct: bool
     ) -> tuple[Results, int]:
-        """Save states only if the kernels run and all sizes are known. Otherwise, the backward recomputes them."""
+        """Save states only if the kernels run and all sizes are known. Otherwise, the backward pass recomputes them."""
         keep = direct or (inputs.q.is_cuda and all(has_static_value(size) for x in inputs[:3] for size in x.shape))
         num_states = len(call.state_sizes(*inputs[1:3])) if options.return_state else 0
         return Results(options.return_state, keep), 1 + num_states

@@ -194,11 +194,11 @@ def _share_tokens(num_tokens: int, rows: int, divisor: int) -> int:
 
 
 def cut_parts(length: int, programs: int, state: int) -> int:
-    """Return the number of tokens in a part of a piece of ``length`` tokens.
+    """Return the number of tokens per part, for pieces of ``length`` tokens.
 
     ``programs`` is the number of programs for whole pieces. These programs need fewer registers than causal kernels, so
     more of them can run at once. A part writes a state of ``state`` elements, so the part must be long enough to read
-    several times as many.
+    several times that number.
     """
     parts_per_piece = max(1, PROGRAMS // max(1, programs))
     shortest = max(SHORTEST, state // STATE_TO_PART)

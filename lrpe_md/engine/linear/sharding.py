@@ -115,7 +115,7 @@ def _add(state: State, before: State) -> State:
 
 
 class _SumRanks(torch.autograd.Function):
-    """Sum a tensor over the ranks of a group. The backward sums the ranks' partial gradients."""
+    """Sum a tensor over the ranks of a group. The backward pass sums the ranks' partial gradients."""
 
     @staticmethod
     def forward(ctx, t, group):
@@ -147,7 +147,7 @@ class _SumBefore(torch.autograd.Function):
 
 
 class _ChangeGradient(torch.autograd.Function):
-    """Identity function whose backward returns ``change(gradient, group)``."""
+    """Identity function whose backward pass returns ``change(gradient, group)``."""
 
     @staticmethod
     def forward(ctx, t, change, group):
@@ -160,7 +160,7 @@ class _ChangeGradient(torch.autograd.Function):
 
 
 def _keep_first(grad: Tensor, group: Any) -> Tensor:
-    """Return the gradient on the first rank and zeros on the others, because all ranks have the same gradient."""
+    """Return the gradient on the first rank and zeros on the other ranks, because all ranks have the same gradient."""
     return grad if dist.get_rank(group) == 0 else torch.zeros_like(grad)
 
 
@@ -196,7 +196,7 @@ def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
 
 
 def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
-    """Check the blocks of all ranks on every rank. If only one rank raised an error, the others would hang."""
+    """Check the blocks of all ranks on every rank. If only one rank raised an error, the other ranks would hang."""
     num_ranks, num_tokens = count_ranks(q, TOKENS), q.shape[2]
     if call.attention.mask != "block" or num_ranks == 1:
         return
@@ -230,7 +230,7 @@ def _local(x: Any, q: Any) -> Tensor:
 
     partial_axes = _find_partial_axes(q, x)
     grads = [Partial() if i in partial_axes else p for i, p in enumerate(x.placements)]
-    # This is needed even if no data moves, because its backward gives the summed gradient the placements of x.
+    # This is needed even if no data moves, because its backward pass gives the summed gradient the placements of x.
     return x.redistribute(x.device_mesh, x.placements).to_local(grad_placements=grads)
 
 

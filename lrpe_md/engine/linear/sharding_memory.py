@@ -140,7 +140,8 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
     """Return T (B, H_k, E, E), which is the final state if the initial state is the identity and all values are 0.
 
-    If the identity matrix is too large for the kernels, each run handles as many of its columns as v has channels.
+    If the identity matrix is too large for the kernels, each run handles D_v of its columns (the number of channels of
+    v).
     """
     k, v = operands.k, operands.v
     width = call.spec.out_dim(k.shape[3])

@@ -63,7 +63,7 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
         raise ValueError(f"positions: expected the same positions for q and k with {mask_name}, got a pair")
     if q.shape[2] != k.shape[2] and attention.mask != "full":
         raise ValueError(
-            f"k: expected as many tokens as q ({q.shape[2]}) with a causal or block mask, got {k.shape[2]}"
+            f"k: expected the same number of tokens as q ({q.shape[2]}) with a causal or block mask, got {k.shape[2]}"
         )
     cu_seqlens = _check_cu_seqlens(arguments.cu_seqlens, q, attention.mask, has_position_pair)
     spec, q_side, k_side = _place_sides(options, arguments, sides)
@@ -131,7 +131,7 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
     form = "(H_k or 1,) or (B or 1, H_k or 1, blocks)"
     check_dense("decay", decay, form)
     if not decay.is_floating_point():
-        raise TypeError(f"decay: expected floats, got {decay.dtype}")
+        raise TypeError(f"decay: expected a floating-point tensor, got {decay.dtype}")
     num_blocks, unit = num_tokens, "tokens"
     if attention.mask == "block":
         num_blocks, unit = (num_tokens - sum(layout.ends)) // attention.block, "blocks between prefix and suffix"
@@ -214,11 +214,11 @@ def check_gate(gate: Any, k: Tensor) -> None:
     batch, heads, num_tokens, _ = k.shape
     check_dense("gate", gate, "(B, H_k or 1, N)")
     if not (gate.dtype == torch.bool or gate.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
-        raise TypeError(f"gate: expected bools or floats, got {gate.dtype}")
+        raise TypeError(f"gate: expected a boolean or floating-point tensor, got {gate.dtype}")
     if gate.ndim != 3 or gate.shape[0] != batch or gate.shape[1] not in (1, heads) or gate.shape[2] != num_tokens:
         raise ValueError(
-            f"gate: expected (B, H_k or 1, N) = ({batch}, {or_one(heads)}, {num_tokens}), one weight per key, got "
-            f"{tuple(gate.shape)}"
+            f"gate: expected shape (B, H_k or 1, N) = ({batch}, {or_one(heads)}, {num_tokens}), one weight per key, "
+            f"got {tuple(gate.shape)}"
         )
     if gate.device != k.device:
         raise ValueError(f"gate: expected a tensor on k's device {k.device}, got {gate.device}")
@@ -230,7 +230,8 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: 
     check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens: expected int32 or int64 (num_seqs + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            f"cu_seqlens: expected an int32 or int64 tensor of shape (num_seqs + 1,), got {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}"
         )
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens: expected a tensor on q's device {q.device}, got {cu_seqlens.device}")
@@ -308,7 +309,7 @@ def _place_sides(
         return _place_without_map(options, arguments, sides)
     if sides.omega is None:
         raise ValueError(
-            f"omega: expected a tensor (H or 1, channels or pairs, axes) with map={options.map!r}, got None"
+            f"omega: expected a tensor of shape (H or 1, channels or pairs, axes) with map={options.map!r}, got None"
         )
     if sides.positions is None:
         raise ValueError(explain_missing(sides.omega, f"coordinates with map={options.map!r}"))

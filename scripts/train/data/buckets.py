@@ -73,7 +73,7 @@ class Buckets:
         """
         found = np.unique(self.of[indices])
         if len(found) != 1:
-            raise ValueError(f"indices: expected samples of one bucket, got samples of {found.tolist()}")
+            raise ValueError(f"indices: expected samples from one bucket, got samples from buckets {found.tolist()}")
         return int(found[0])
 
 

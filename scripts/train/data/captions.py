@@ -155,7 +155,7 @@ def _refuse(path: Path, what: str, names: Iterable[str]) -> None:
     found = list(names)
     if found:
         raise typer.BadParameter(
-            f"--data {path}: {len(found)} {what}: {_name_some(found)}; complete or remove these pairs"
+            f"--data {path}: {len(found)} {what}: {_name_some(found)}; complete these pairs or remove them"
         )
 
 

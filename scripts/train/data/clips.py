@@ -142,8 +142,8 @@ def load_labelled(
     trained = {name for name, is_test in zip(classes, held_out, strict=True) if not is_test}
     if len(roots) == 2 and (unseen := set(classes) - trained):
         raise VideoError(
-            f"--data {root}: expected videos of each class in train/, got {', '.join(sorted(unseen))} only in "
-            f"{roots[1].name}/; add training videos, or remove the class"
+            f"--data {root}: expected training videos for every class, but found {', '.join(sorted(unseen))} only in "
+            f"{roots[1].name}/. Add videos to train/, or remove the class"
         )
     frames, lengths = decode_all(describe_files([p for p, _ in found]), size, cache)
     firsts = np.cumsum([0, *lengths[:-1]])

@@ -3,10 +3,10 @@
 A clip is a grid of F frames with H × W tokens each. In each frame, some tokens **write**: they contain a key and a
 value. Other tokens **ask** a question. The remaining tokens are blank. There are two kinds of questions:
 
-- **by key**: the token contains a key, and the answer is the value that was last written with this key, in this frame
-  or an earlier frame, at any place. A frame writes each key at most once.
-- **by place**: the token contains one of :data:`OFFSETS` (Δt, Δh, Δw), and the answer is the value written Δt frames
-  earlier, Δh tokens further down and Δw tokens further right.
+- **key lookup** ("by key"): the token contains a key, and the answer is the value that was last written with this key,
+  in this frame or an earlier frame, at any place. A frame writes each key at most once.
+- **place lookup** ("by place"): the token contains one of :data:`OFFSETS` (Δt, Δh, Δw), and the answer is the value
+  written Δt frames earlier, Δh tokens further down and Δw tokens further right.
 
 No answer depends on a later frame. The numbers of writes and questions per frame are the same for all sizes.
 """
@@ -35,8 +35,8 @@ class Symbols:
     Args:
         keys, values: number of different keys, and of different values.
         writes: number of tokens per frame that write, at most ``keys``.
-        questions: number of questions of each kind per frame. There are fewer questions by place if fewer tokens have
-            an answer, and no questions by key before the first write.
+        questions: number of questions of each kind per frame. There are fewer place lookups if fewer tokens have
+            an answer, and no key lookups before the first write.
     """
 
     keys: int
@@ -78,7 +78,7 @@ def draw_clips(symbols: Symbols, size: tuple[int, int, int], draws: np.ndarray) 
     shape = len(draws), frames, height * width
     random = np.stack([np.random.default_rng(int(draw)).random((DRAWS, *shape[1:])) for draw in draws], axis=1)
     role, key, value, offset = random
-    order = role.argsort(-1).argsort(-1)  # (B, F, H W): the first tokens of a frame write, the next ones ask by key
+    order = role.argsort(-1).argsort(-1)  # (B, F, H W): the first tokens of a frame write, the next look up keys
     writes = order < symbols.writes
     asks = (order >= symbols.writes) & (order < symbols.writes + symbols.questions)
     values = np.where(writes, (value * symbols.values).astype(np.int64), -1)

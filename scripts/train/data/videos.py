@@ -102,8 +102,8 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
         raise VideoError(f"{path}: no frame could be decoded; check that it is a complete video (ffprobe {path.name})")
     if len(squares) < 0.95 * expected - 1:  # videos that were cut without re-encoding lack a few frames at the ends
         raise VideoError(
-            f"{path}: only {len(squares)} of {expected:.0f} frames could be decoded; the file is damaged: leave it out "
-            "or re-encode it"
+            f"{path}: only {len(squares)} of {expected:.0f} frames could be decoded; the file is damaged, so leave it "
+            "out or re-encode it"
         )
     return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).contiguous()
 

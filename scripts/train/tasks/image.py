@@ -103,8 +103,8 @@ class ImageTraining(Training):
     )
     reference: str = option(
         "", "Interpolate positions to the patch grid of this image size, in pixels: a side or HEIGHTxWIDTH. To "
-        "fine-tune at another size, pass the size that --weights were trained at. Default: neighbouring patches are "
-        "one unit apart.",
+        "fine-tune at a different size, pass the size that --weights were trained at. Default: neighbouring patches "
+        "are one unit apart.",
     )  # fmt: skip
     mix_sizes: str = option(
         "", "Other sizes to train at, in pixels: sides or HEIGHTxWIDTH, separated by commas. Each batch has one size."
@@ -114,7 +114,7 @@ class ImageTraining(Training):
         "auto",
         "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto tests sides 4 patches "
         "shorter and longer than --size, and --size with the longer width, or 20,40,56,28x40 for idx files. To test a "
-        "finished run at other sizes, repeat its command with other --test-sizes.",
+        "finished run at other sizes, repeat its command with different --test-sizes.",
         free=True,
     )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")

@@ -80,10 +80,10 @@ class LmTraining(Training):
     On two CPU cores, in two minutes: lrpe-md train lm --data TEXT --out runs/tiny --size tiny
     --length 64 --lengths 64,128 --batch 16 --steps 2000 --lr 1e-2
 
-    Cost: 9.5 M parameters. 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations. They take less
-    than a minute on an H200 shared with two or three other runs.
+    Cost: 9.5 M parameters. 1,000 steps with 64 windows of 512 bytes each take 2e15 floating-point operations. They take
+    less than a minute on an H200 shared with two or three other runs.
 
-    Expect: 1.85 bits per byte on Shakespeare's plays at the training length. For longer texts, see
+    Expect: 1.85 bits per byte on Shakespeare's plays at the training length. For longer sequences, see
     docs/results/ablate-lm.md.
     """
 
@@ -343,7 +343,7 @@ def sample_text(
     state: dict[str, Any], prompts: list[str], seed: int, device: torch.device, *, tokens: int, temperature: float,
     top_p: float, scaling: str | None,
 ) -> None:  # fmt: skip
-    """Continue prompts with the model in a checkpoint, and print the texts."""
+    """Continue prompts with the model in a checkpoint, and print the results."""
     model, trained = restore(build_model(state["settings"]), state), state["settings"]["length"]
     if not all(prompts):
         raise typer.BadParameter("--prompt: expected text to continue, got ''; leave it out to start with a new line")

@@ -1,4 +1,4 @@
-"""Train a small video model on associative recall of values, by key or by place.
+"""Train a small video model on associative recall of values, with key lookups and place lookups.
 
     lrpe-md train recall --out runs/recall --attention delta --encoding rotate
     lrpe-md train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta,delta,delta,softmax
@@ -8,10 +8,10 @@ Every token attends to its own frame and to earlier frames. Loss and accuracy on
 trained at one size. It is tested at the same size, with 2, 4 and 8 times the frames, and with twice the height and
 width.
 
-- **Questions by key depend on content.** A layer can answer these without positions. In longer videos, the latest value
+- **Key lookups depend on content.** A layer can answer these without positions. In longer videos, the latest value
   for a key must replace older values. "add" blurs all values, "decay" prefers recent values, and "delta" overwrites
   values.
-- **Questions by place depend on positions.** Without positions, the answer looks like any other value.
+- **Place lookups depend on positions.** Without positions, the answer looks like any other value.
 
 The command writes checkpoint.pt, history.csv and result.json to the run's folder. Run it again to resume an interrupted
 run.
@@ -58,14 +58,14 @@ def parse_size(name: str, text: str) -> Size:
 
 @dataclass(frozen=True, kw_only=True)
 class RecallTraining(Training):
-    """Train a small video model to recall values by key and by place, and test it on longer and larger clips.
+    """Train a small video model on key lookups and place lookups, and test it on longer and larger clips.
 
     Command: lrpe-md train recall --out runs/recall --attention delta --encoding rotate
 
     Cost: 19,000 parameters. 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 
-    Expect: 99% or more by key and 52% to 56% by place at the training size, and 83% to 97% by key at 64 frames (three
-    seeds). Without positions, expect 100% by key and 24% by place (one seed).
+    Expect: at the training size, an accuracy of 99% or more on key lookups and 52% to 56% on place lookups. At 64
+    frames, 83% to 97% on key lookups (three seeds). Without positions, 100% and 24% (one seed).
     """
 
     backbone: ClassVar[Backbone] = RECALL
@@ -100,7 +100,7 @@ class RecallTraining(Training):
         frames, height, width = parse_size("--data", self.data)
         if frames <= max(t for t, *_ in OFFSETS):
             raise typer.BadParameter(
-                f"--data: expected more than {max(t for t, *_ in OFFSETS)} frames, got {self.data}; questions by place "
+                f"--data: expected more than {max(t for t, *_ in OFFSETS)} frames, got {self.data}; place lookups "
                 "reach that far back"
             )
         if self.writes > self.keys:

@@ -95,7 +95,7 @@ class VideoTraining(Training):
     test_size: int = option(64, "Additional test size, in pixels; 0 tests only at --size.", least=0, off=True)
     reference: str = option(
         "", "FRAMESxSIZE, such as 8x48: interpolate positions to the grid of clips of this length and size. To "
-        "fine-tune at another length or size, pass those that --weights were trained at. With --causal, only "
+        "fine-tune at a different length or size, pass those that --weights were trained at. With --causal, only "
         "positions in space change. Default: neighbouring tokens are one unit apart.",
     )  # fmt: skip
     motion: bool | None = option(
@@ -159,7 +159,7 @@ class VideoTraining(Training):
         if self.frames % multiple:
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
         if self.window and self.drop:
-            raise typer.BadParameter(f"--window {self.window}: only works without --drop, got --drop {self.drop}")
+            raise typer.BadParameter(f"--window {self.window}: can't be used with --drop, got --drop {self.drop}")
         if self.window and not (self.causal and "softmax" in VIDEOS.split_attention(self.attention)):
             raise typer.BadParameter(
                 f"--window {self.window}: only works with --causal and softmax attention in some layers; pass both, or "
