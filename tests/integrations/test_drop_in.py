@@ -727,7 +727,7 @@ def own_angles(x, pos):
     return x * angles.cos() + rf.quarter_turn(x) * angles.sin()
 
 
-@refused(r"uses other angles: drop_in looks for cos and sin, .* in another argument .* recognise\(\)")
+@refused(r"uses other angles: drop_in looks for cos and sin, .* in a different argument .* recognise\(\)")
 def without_tables(q, k):
     return own_angles(q, None), own_angles(k, None)
 
@@ -770,7 +770,7 @@ def broken(x, cos, sin):
     raise ValueError("no")
 
 
-@refused("no tensors")
+@refused("has no tensor arguments")
 def without_arguments():
     return torch.zeros(3)
 
