@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -389,13 +389,12 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
         describe_held_out("video", videos.held_out, videos.labels, videos.names),
         describe_few("video", videos.held_out, videos.labels, videos.names, advice),
     )
-    if short := int((videos.lengths < sampling.span).sum()):
-        verb = "is" if short == 1 else "are"
-        repeated = "some of their frames are" if config.sampling == "uniform" else "their last frame is"
-        report(
-            f"{short} of {len(videos.lengths)} videos {verb} shorter than a clip of {sampling.span} frames; {repeated} "
-            "repeated"
-        )
+    tests = videos.lengths[find_test_videos(config, videos)]
+    longer = replace(sampling, frames=2 * config.frames).describe_short(tests, "test videos")
+    report(
+        sampling.describe_short(videos.lengths, "videos"),
+        f"Test with {2 * config.frames} frames: {longer}" if longer else "",
+    )
     arguments = model_arguments(config, len(videos.names))
 
     def find(trainer: Trainer, frames: int, size: int) -> np.ndarray:
