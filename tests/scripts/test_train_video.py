@@ -240,12 +240,16 @@ def test_a_process_decodes_once_unless_a_file_changes(monkeypatch, tmp_path):
 
 
 @needs_decoder
-def test_training_learns_the_direction_of_time(footage, tmp_path):
+def test_training_learns_the_direction_of_time(footage, tmp_path, capsys):
     config = VideoTraining(data=[footage], out=tmp_path / "run", attention="linear", **{**SMALL, "lr": 6e-3})
     result = train_video.run(config)
+    said = capsys.readouterr().out
+    assert re.search(rf"^ *test clips +{result['test_clips']} *$", said, re.MULTILINE)
+    assert "At other sizes, extrapolated positions are one patch apart" in said
     losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt")["history"]]
     assert losses[-1] < 0.5 * losses[0]
     assert result["accuracy"]["extrapolated"]["4x8x8"] > 90
+    assert set(result["accuracy"]) == {"extrapolated", "rescaled"}
     assert set(result["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8", "4x16x16"}
     assert result["classes"] == ["forwards", "backwards"]
     assert json.loads((config.out / "result.json").read_text()) == result
@@ -518,8 +522,14 @@ def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_p
     said = f"{first} was trained with 4×2×2 patches; this training has 8×4×4. To map their positions onto the trained "
     assert f"{said}grid, pass --reference 4x8\n" in capsys.readouterr().err
     assert load_run(tmp_path / "plain").reference is None
+    train_once(footage, tmp_path / "swapped", **longer, reference="8x4")
+    said = f"{first} was trained with 4×2×2 patches; --reference 8x4 maps positions onto 8×1×1. To map their positions "
+    assert f"{said}onto the trained grid, pass --reference 4x8\n" in capsys.readouterr().err
     result = train_once(footage, tmp_path / "mapped", **longer, reference="4x8")
-    assert "--reference" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "--reference" not in said.err
+    assert "Rescaled positions are mapped onto the grid of --reference." in said.out
+    assert "extrapolated positions" not in said.out
     assert "rescaled" in result["accuracy"]
     assert "extrapolated" not in result["accuracy"]
     model, x = load_run(tmp_path / "mapped"), torch.randn(2, 3, 8, 16, 16)

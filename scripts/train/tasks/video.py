@@ -309,15 +309,15 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
     """Return the accuracies at all test lengths and sizes, measured on the same clips."""
     model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
-    results: dict[str, Any] = {"test_clips": len(starts)}
-    for positions in placements(video):
-        results[positions] = {
+    return {
+        positions: {
             f"{frames}x{size}x{size}": accuracy(
                 config, model, footage, starts, frames, size, trainer.accelerator.autocast
             )
             for frames, size in conditions(config)
         }
-    return results
+        for positions in placements(video)
+    }
 
 
 # --- classes ---------------------------------------------------------------------------------------------------------
@@ -439,8 +439,8 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         return {
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
             "space_time": config.space_time, "seed": config.seed, "chance": 100 / TASKS[config.task].num_classes,
-            "classes": list(TASKS[config.task].classes), "accuracy": evaluate(config, footage, trainer),
-            "tokens": patches(config),
+            "classes": list(TASKS[config.task].classes), "test_clips": len(held_out_starts(config, footage)),
+            "accuracy": evaluate(config, footage, trainer), "tokens": patches(config),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
