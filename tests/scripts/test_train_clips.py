@@ -228,6 +228,8 @@ def test_frames_of_a_whole_video_for_a_stream(tmp_path):
         new, state = model.stream(chunk, state)
         tokens.append(new)
     torch.testing.assert_close(model.forward_head(torch.cat(tokens, 1)), model(frames))
+    with pytest.raises(VideoError, match=r"missing\.mp4: no such file; pass the path of a video$"):
+        load_clip(tmp_path / "run", tmp_path / "missing.mp4")
     write_video(tmp_path / "short.mp4", shades(10, 2), DECODERS[0])
     assert load_frames(tmp_path / "run", tmp_path / "short.mp4").shape == (1, 3, 2, 8, 8)
     train_video.run(VideoTraining(out=tmp_path / "uniform", **{**options, "sampling": "uniform"}))
