@@ -233,7 +233,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if memory.directions != expected:
             raise ValueError(
                 f"directions: expected {expected!r} with causal={self.causal!r}, got {memory.directions!r}; pass "
-                f"Memory(directions={expected!r}), or change causal"
+                f"Memory(directions={expected!r}), or causal={None if self.causal else 'frames'!r}"
             )
 
     @property
