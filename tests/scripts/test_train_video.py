@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -548,6 +550,36 @@ def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_p
         typer.BadParameter, match=rf"fine-tune it at another length or size, pass --weights {first} --r"
     ):
         train_once(footage, first, frames=8)
+
+
+@needs_decoder
+def test_a_finished_run_is_tested_at_another_size(footage, tmp_path):
+    """With a learning rate of 0, a run ends with the weights that it starts from."""
+    first = tmp_path / "first"
+    train_once(footage, first)
+    with pytest.raises(
+        typer.BadParameter, match=r"test-size: was 16, is now 32\); .* settings\. To test it at"
+    ) as raised:
+        train_once(footage, first, test_size=32)
+    assert str(raised.value).endswith(f"this size, pass --weights {first} --steps 1 --lr 0 and another --out")
+    again = {"weights": str(first), "steps": 1, "lr": 0.0}
+    result = train_once(footage, tmp_path / "larger", **again, test_size=32)
+    assert set(result["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8", "4x32x32"}
+    start, end = (torch.load(tmp_path / name / "checkpoint.pt")["average"] for name in ("first", "larger"))
+    assert all(torch.equal(value, end[name]) for name, value in start.items())
+
+
+def test_image_weights_of_a_run_that_shows_motion(tmp_path, capsys):
+    options = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    video = LrpeVideoTransformer(num_classes=2, tubelet_size=2, **options)
+    for build, motion, expected in (
+        (LrpeVisionTransformer, True, True), (LrpeVisionTransformer, False, False),
+        (partial(LrpeVideoTransformer, tubelet_size=2), True, False),
+    ):  # fmt: skip
+        torch.save(build(**options).state_dict(), tmp_path / "first.pt")
+        start_from(video, tmp_path / "first.pt", {"motion": motion})
+        said = "first.pt was trained on images; this training shows only motion. To train on plain frames, pass "
+        assert (f"{said}--no-motion\n" in capsys.readouterr().err) == expected
 
 
 def test_training_starts_from_an_image_model(tmp_path):
