@@ -569,15 +569,14 @@ def inflate_unchecked(state_dict: Mapping[str, Any], model: nn.Module) -> dict[s
     """Run :func:`inflate` without checking sizes, for callers that only pass weights of the right size."""
     video: Any = model
     state_dict = dict(state_dict)
-    weight: Any = state_dict.get("patch_embed.proj.weight")
-    table = state_dict.get("pos_embed")
-    is_image = weight is not None and weight.ndim == 4
-    if is_image:
+    weight, table = state_dict.get("patch_embed.proj.weight"), state_dict.get("pos_embed")
+    image = weight if weight is not None and weight.ndim == 4 else None
+    if image is not None:
         frames = video.patch_embed.patch_size[0]
-        state_dict["patch_embed.proj.weight"] = weight[:, :, None].repeat(1, 1, frames, 1, 1) / frames
+        state_dict["patch_embed.proj.weight"] = image[:, :, None].repeat(1, 1, frames, 1, 1) / frames
     if table is not None and video.pos_embed is None:
         del state_dict["pos_embed"]
-    elif table is not None and (is_image or table.shape != video.pos_embed.shape):
+    elif table is not None and (image is not None or table.shape != video.pos_embed.shape):
         frames, places = (
             video.patch_embed.grid_size[0],
             table.shape[1] - (0 if video.no_embed_class else video.num_prefix_tokens),
