@@ -233,7 +233,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if memory.directions != expected:
             raise ValueError(
                 f"directions: expected {expected!r} with causal={self.causal!r}, got {memory.directions!r}; pass "
-                f"Memory(directions={expected!r}), or change causal"
+                f"Memory(directions={expected!r}), or causal={None if self.causal else 'frames'!r}"
             )
 
     @property
@@ -501,8 +501,11 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     The patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated
     over time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the same features as its image, except
     that prefix tokens have less weight among more tokens. A position table is dropped if the model has none.
-    Frequencies that are missing from the weights stay as they are in the model. The head is returned unchanged, even if
-    the number of classes differs.
+    Frequencies that are missing from the weights stay as they are in the model. So does the head if the number of
+    classes differs.
+
+    A learned table must have the same height and width in both models. If it doesn't, call timm's
+    ``image.set_input_size(img_size)`` first, which resamples the table.
 
     Raises:
         TypeError: if the weights are not a state_dict, or the model is not a :class:`LrpeVideoTransformer`.
@@ -515,7 +518,12 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         advice = "; pass its state_dict()" if isinstance(state_dict, nn.Module) else ""
         raise TypeError(f"state_dict: expected a dict of weights, got {kind}{advice}")
     inflated = inflate_unchecked(state_dict, model)
-    _check_sizes(state_dict, inflated, model.state_dict())
+    own = model.state_dict()
+    _check_sizes(state_dict, inflated, own)
+    heads = [{name: each[name] for name in each if name.startswith("head.")} for each in (inflated, own)]
+    shapes = [{name: value.shape for name, value in head.items()} for head in heads]
+    if shapes[0] != shapes[1]:
+        inflated = {**{name: value for name, value in inflated.items() if name not in heads[0]}, **heads[1]}
     return inflated
 
 
@@ -535,7 +543,12 @@ def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Map
         )
     for name in own:
         if name in inflated and not name.startswith("head.") and inflated[name].shape != own[name].shape:
-            advice = "; use the same img_size, number of frames and class_token" if name == "pos_embed" else ""
+            advice = ""
+            if name == "pos_embed":
+                advice = (
+                    "; use the same img_size, number of frames and class_token, or resample the table of an image "
+                    "model with image.set_input_size(img_size)"
+                )
             raise ValueError(
                 f"state_dict: expected {name} of shape {tuple(own[name].shape)}, got {tuple(inflated[name].shape)} "
                 f"after inflating {tuple(given[name].shape)}{advice}"
@@ -559,12 +572,13 @@ def inflate_unchecked(state_dict: Mapping[str, Any], model: nn.Module) -> dict[s
     video: Any = model
     state_dict = dict(state_dict)
     weight, table = state_dict.get("patch_embed.proj.weight"), state_dict.get("pos_embed")
-    if weight is not None and weight.ndim == 4:
+    image = weight if weight is not None and weight.ndim == 4 else None
+    if image is not None:
         frames = video.patch_embed.patch_size[0]
-        state_dict["patch_embed.proj.weight"] = weight[:, :, None].repeat(1, 1, frames, 1, 1) / frames
+        state_dict["patch_embed.proj.weight"] = image[:, :, None].repeat(1, 1, frames, 1, 1) / frames
     if table is not None and video.pos_embed is None:
         del state_dict["pos_embed"]
-    elif table is not None and table.shape != video.pos_embed.shape:
+    elif table is not None and (image is not None or table.shape != video.pos_embed.shape):
         frames, places = (
             video.patch_embed.grid_size[0],
             table.shape[1] - (0 if video.no_embed_class else video.num_prefix_tokens),

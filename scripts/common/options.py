@@ -121,14 +121,16 @@ def warn_of_smoke(context: typer.Context, reason: str, leave_out: Collection[str
 
 # Patterns in the library's errors, and what to show on a command line instead. They are applied in order.
 _SHELL_TERMS = {
-    r"pass Memory\((\w+)='(\w+)'\)": r"pass --memory \1=\2",
+    r", got '\w+'; pass Memory\((\w+)='(\w+)'\)": r"; pass \1=\2 in --memory",
     r"memory: expected None without linear attention": "--memory needs linear attention",
     r", got Memory\([^)]*\)": "",
     r", ('\w+') or a function \([^)]*\) -> \w+": r" or \1",
     r"qk_norm: expected True with (.*), got False; build the model with qk_norm=True": r"--qk-norm: required with \1",
     r"^causal: 'frames' needs": "--causal: needs",
     r"with causal=None": "without --causal",
-    r"change causal\b|\bcausal='frames'": lambda found: found[0].split("=")[0].replace("causal", "--causal"),
+    r"or causal='frames'": "or pass --causal",
+    r"or causal=None": "or leave out --causal",
+    r"\bcausal='frames'": "--causal",
     r"space_time='(\w+)'": r"--space-time \1",
     r"attention='(\w+)'": r"--attention \1",
     r"use num_axes=3": "train on videos",

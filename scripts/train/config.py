@@ -400,7 +400,8 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
         parameters = [each for _, each in sorted(parameters, key=lambda pair: pair[0])]
         call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
         call.__annotations__ = {p.name: p.annotation for p in parameters}
-        call.__doc__ = config.__doc__
+        paragraphs = inspect.cleandoc(config.__doc__ or "").split("\n\n")
+        call.__doc__ = "\n\n".join(" ".join(each.split()) for each in paragraphs)  # --help wraps lines itself
         app.command(name, cls=Command)(call)
         return run
 

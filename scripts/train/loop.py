@@ -438,6 +438,8 @@ class Trainer:
     def _advise_on_size(self, there: dict[str, Any]) -> str:
         """If the sizes differ, explain how to test or fine-tune the run with the settings ``there`` at this size."""
         here, out = self.settings, self.config.out
+        if "test_size" in here and here.get("size") == there.get("size") and here["test_size"] != there["test_size"]:
+            return f". To test it at this size, pass --weights {out} --steps 1 --lr 0 and another --out"
         sizes = [name for name in ("size", "frames") if name in here]
         if not {"reference", *sizes} <= here.keys() & there.keys() or all(here[name] == there[name] for name in sizes):
             return ""

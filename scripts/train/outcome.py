@@ -25,13 +25,15 @@ from .weights import EXPORT
 SHOWN = {
     "steps": "steps", "train_seconds": "training, seconds", "step_ms": "step, ms", "peak_mib": "peak memory, MiB",
     "params": "parameters", "loss": "training loss", "chance": "chance accuracy, %",
-    "test_videos": "test videos", "frechet_random_features": "Fréchet distance, random features",
+    "test_videos": "test videos", "test_clips": "test clips",
+    "frechet_random_features": "Fréchet distance, random features",
 }  # fmt: skip
 # Explanation of the names from :func:`placements`.
 PLACEMENTS = (
     "At other sizes, extrapolated positions are one patch apart, as in training; rescaled positions are mapped onto "
     "the training grid."
 )
+RESCALED = "Rescaled positions are mapped onto the grid of --reference."
 
 
 def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
@@ -82,8 +84,9 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
     write(out / "result.json", f"{text}\n")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(summarize(result, trainer.config.loss_unit))
-    if any("rescaled" in name for name in flat(result)):
-        console.print(PLACEMENTS)
+    names = " ".join(flat(result))
+    if "rescaled" in names:
+        console.print(PLACEMENTS if "extrapolated" in names else RESCALED)
     console.print(f"{out}: result.json and {HISTORY} have all numbers; {EXPORT} has the weights.")
 
 

@@ -67,6 +67,7 @@ def start_from(
     """
     found, before = _read(path)
     digest = digest_of(found)
+    is_image = getattr(found.get("patch_embed.proj.weight"), "ndim", 0) == 4
     own = model.state_dict()
     found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
     for name, module in model.named_modules():
@@ -102,13 +103,19 @@ def start_from(
                 typer.echo(f"{path} was trained with --{name} {trained}; this training uses {ours}", err=True)
         if (said := _describe_grids(before, settings or {})) is not None:
             typer.echo(f"{path} was {said}", err=True)
+        if is_image and (settings or {}).get("motion"):
+            typer.echo(
+                f"{path} was trained on images; this training shows only motion. To train on plain frames, pass "
+                "--no-motion",
+                err=True,
+            )
     return digest
 
 
 def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | None:
-    """Describe the patch grids if those of the runs differ and this run has no --reference. Otherwise, return None."""
+    """Describe the patch grids if those of the runs differ, or return None. This run's --reference sets its grid."""
     known = {"size", "patch"} <= before.keys() and has_coordinates(_part_of(settings, "model"))
-    if not known or settings.get("reference") not in (0, ""):
+    if not known or "reference" not in settings:
         return None
     trained, grid = _find_grid(before), _find_grid(settings)
     if len(grid) == 3 and (settings["causal"] or len(trained) == 2):  # the time axis can't be rescaled, or is new
@@ -120,9 +127,11 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
         return None
     reference = "x".join([*(str(number * settings["tubelet"]) for number in frames), show_size(height, width)])
     trained_text, grid_text = ("×".join(map(str, each)) for each in (trained, grid))
+    given = settings["reference"]
+    ours = f"--reference {given} maps positions onto" if given else "this training has"
     return (
-        f"trained with {trained_text} patches; this training has {grid_text}. To map their positions onto the trained "
-        f"grid, pass --reference {reference}"
+        f"trained with {trained_text} patches; {ours} {grid_text}. To map their positions onto the trained grid, pass "
+        f"--reference {reference}"
     )
 
 

@@ -61,11 +61,6 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     """Run or resume training and evaluation, and return the content of result.json."""
     accelerator = begin(config)
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
-    if accelerator.is_main_process and not config.seconds and config.warmup_steps != config.warmup:
-        typer.echo(
-            f"--warmup {config.warmup} reduced to {config.warmup_steps}, a tenth of the {plural(config.steps, 'step')}",
-            err=True,
-        )
     console.print("Reading the data, building the model")
     work = prepare(config, accelerator.device)
     settings = settings_of(config, **work.settings)
@@ -81,6 +76,11 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
             typer.echo(
                 f"{config.out}: already finished at step {trainer.step}; evaluating it again, without training",
                 err=True,
+            )
+        if not (trainer.is_finished or config.seconds or config.warmup_steps == config.warmup):
+            report(
+                f"--warmup {config.warmup} reduced to {config.warmup_steps}, a tenth of the "
+                f"{plural(config.steps, 'step')}"
             )
         validate = None if work.validate is None else partial(work.validate, trainer)
         after_step = None if work.after_step is None else partial(work.after_step, trainer)

@@ -380,9 +380,26 @@ def test_invalid_weights():
         inflate({"model": image.state_dict()}, model)
 
 
-def test_head_of_other_classes_is_inflated():
-    image = LrpeVisionTransformer(**{**IMAGE, "num_classes": 7})
-    assert inflate(image.state_dict(), build(absolute="learned"))["head.weight"].shape[0] == 7
+@pytest.mark.parametrize(("image_classes", "classes"), [(7, 10), (0, 10), (7, 0), (10, 10)])
+def test_model_keeps_its_head_if_the_classes_differ(image_classes, classes):
+    image = LrpeVisionTransformer(**{**IMAGE, "num_classes": image_classes})
+    model = build(absolute="learned", num_classes=classes)
+    before = {name: value.clone() for name, value in model.head.state_dict().items()}
+    model.load_state_dict(inflate(image.state_dict(), model))
+    expected = image.head.state_dict() if image_classes == classes else before
+    assert model.head.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in model.head.state_dict().items())
+    assert torch.equal(model.state_dict()["norm.weight"], image.state_dict()["norm.weight"])
+
+
+def test_table_of_another_image_size_is_resampled_first():
+    image, model = LrpeVisionTransformer(**{**IMAGE, "img_size": 16}), build(absolute="learned")
+    with pytest.raises(
+        ValueError, match=r"resample the table of an image model with image\.set_input_size\(img_size\)$"
+    ):
+        inflate(image.state_dict(), model)
+    image.set_input_size((8, 8))
+    assert model.load_state_dict(inflate(image.state_dict(), model)).missing_keys == []
 
 
 @torch.no_grad()

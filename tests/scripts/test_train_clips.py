@@ -114,12 +114,20 @@ def test_options_of_other_tasks_are_refused(folder, tmp_path, options, message):
 
 
 def test_short_videos_are_counted(folder, tmp_path, capsys):
-    for sampling, every, frames, message in (
-        ("dense", 3, 4, "4 of 20 videos are shorter than a clip of 10 frames; their last frame is repeated"),
-        ("uniform", 3, 9, "2 of 20 videos are shorter than a clip of 9 frames; some of their frames are repeated"),
-        ("dense", 1, 8, ""),
-        ("uniform", 3, 8, ""),
-    ):
+    last, some = "their last frame is repeated", "some of their frames are repeated"
+    for sampling, every, frames, messages in (
+        ("dense", 3, 4, [
+            f"4 of 20 videos are shorter than a clip of 10 frames; {last}",
+            f"Test with 8 frames: 2 of 2 test videos are shorter than a clip of 22 frames; {last}",
+        ]),
+        ("uniform", 3, 9, [
+            f"2 of 20 videos are shorter than a clip of 9 frames; {some}",
+            f"Test with 18 frames: 2 of 2 test videos are shorter than a clip of 18 frames; {some}",
+        ]),
+        ("dense", 16, 1, [f"Test with 2 frames: 1 of 2 test videos is shorter than a clip of 17 frames; {last}"]),
+        ("dense", 1, 4, []),
+        ("uniform", 3, 4, []),
+    ):  # fmt: skip
         given = {**SMALL, "data": [folder], "sampling": sampling, "every": every, "frames": frames}
         train_video.prepare(VideoTraining(out=tmp_path / "run", **given), torch.device("cpu"))
         held_out, few, *others = capsys.readouterr().err.splitlines()
@@ -128,7 +136,7 @@ def test_short_videos_are_counted(folder, tmp_path, capsys):
             "Classes with fewer than 3 test videos: bright, dark. Their accuracy says little; pass a smaller --parts, "
             "or average runs with --fold 0 to 3"
         )
-        assert others == [message] * bool(message)
+        assert others == messages
 
 
 def test_folds_of_whole_videos(folder, tmp_path):
@@ -220,6 +228,8 @@ def test_frames_of_a_whole_video_for_a_stream(tmp_path):
         new, state = model.stream(chunk, state)
         tokens.append(new)
     torch.testing.assert_close(model.forward_head(torch.cat(tokens, 1)), model(frames))
+    with pytest.raises(VideoError, match=r"missing\.mp4: no such file; pass the path of a video$"):
+        load_clip(tmp_path / "run", tmp_path / "missing.mp4")
     write_video(tmp_path / "short.mp4", shades(10, 2), DECODERS[0])
     assert load_frames(tmp_path / "run", tmp_path / "short.mp4").shape == (1, 3, 2, 8, 8)
     train_video.run(VideoTraining(out=tmp_path / "uniform", **{**options, "sampling": "uniform"}))

@@ -654,6 +654,11 @@ def test_reference_of_weights_is_suggested_and_trained_with(data, tmp_path, caps
         assert (f"{said}pass --reference 8\n" in capsys.readouterr().err) == expected
         assert list(model["accuracy"]) == ["extrapolated", "rescaled"]
         assert load_run(out).reference is None
+    train_image.run(ImageTraining(out=tmp_path / "wrong", **larger, reference=16))
+    said = (
+        "first was trained with 2×2 patches; --reference 16 maps positions onto 4×4. To map their positions onto the "
+    )
+    assert f"{said}trained grid, pass --reference 8\n" in capsys.readouterr().err
     result = train_image.run(ImageTraining(out=second, **larger, reference=8))
     assert "--reference" not in capsys.readouterr().err
     assert list(result["accuracy"]) == ["rescaled"]

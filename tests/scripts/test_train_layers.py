@@ -169,8 +169,10 @@ def test_images_and_digits_by_layer(tmp_path):
     ("lm", {"attention": "linear", "memory": "rule=delta"}, "--memory rule=delta: memory: expected rule=add and "
      "directions=forward in a causal model of single tokens; for a token-by-token delta rule, use"),
     ("lm", {"memory": "decay=retnet"}, "--memory needs linear attention; use --attention linear"),
-    ("video", {"attention": "linear", "memory": "decay=retnet"}, "directions: expected both without --causal, got "
-     "'forward'; pass --memory directions=both, or change --causal"),
+    ("video", {"attention": "linear", "memory": "decay=retnet"}, "directions: expected both without --causal; "
+     "pass directions=both in --memory, or pass --causal"),
+    ("video", {"attention": "linear", "memory": "directions=both", "causal": True}, "directions: expected forward with "
+     "--causal; pass directions=forward in --memory, or leave out --causal"),
     ("video", {"attention": "linear", "memory": "rule=delta", "causal": True}, "--qk-norm: required with rule=delta"),
     ("video", {"window": 2}, "--window 2: only works with --causal and softmax attention in some layers"),
     ("video", {"window": 2, "causal": True, "attention": "linear"}, "--window 2: only works with --causal and softmax"),

@@ -18,7 +18,7 @@ import typer
 from accelerate import tracking
 from accelerate.utils import LoggerType
 from lrpe_md.scripts.train import trackers
-from lrpe_md.scripts.train.app import TRAININGS
+from lrpe_md.scripts.train.app import TRAININGS, load_training
 from lrpe_md.scripts.train.config import PANELS, Training, parse_betas
 from lrpe_md.scripts.train.interruption import Interrupted
 from lrpe_md.scripts.train.schedules import Schedule
@@ -68,6 +68,10 @@ def test_a_warmup_is_at_most_a_tenth_of_the_run(tmp_path, capsys):
     digits.run(DigitsTraining(out=tmp_path / "one", steps=1, **{**TINY, "warmup": 2}))
     assert "a tenth of the 1 step\n" in capsys.readouterr().err
     digits.run(DigitsTraining(out=tmp_path / "other", steps=10, **TINY))
+    assert "reduced" not in capsys.readouterr().err
+    digits.run(DigitsTraining(out=tmp_path / "run", steps=2, **{**TINY, "warmup": 3}))  # finished, so it trains nothing
+    with pytest.raises(typer.BadParameter, match="different settings"):
+        digits.run(DigitsTraining(out=tmp_path / "run", steps=2, **{**TINY, "warmup": 3, "seed": 1}))
     assert "reduced" not in capsys.readouterr().err
 
 
@@ -360,6 +364,8 @@ def test_training_ends_with_a_short_table(tmp_path):
 def test_help_is_grouped_and_starts_with_capitals(task):
     shown = output_of(task, "--help", code=0)
     assert f"Command: lrpe-md train {task} --" in shown
+    text = typer.main.get_command(load_training(task, TRAININGS[task][0])).help or ""
+    assert not any("\n" in paragraph for paragraph in text.split("\n\n"))  # the terminal wraps lines
     assert all(f"─ {panel} ─" in shown for panel in PANELS)
     assert [shown.index(f"─ {panel} ─") for panel in PANELS] == sorted(shown.index(f"─ {panel} ─") for panel in PANELS)
 

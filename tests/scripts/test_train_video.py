@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,12 +242,16 @@ def test_a_process_decodes_once_unless_a_file_changes(monkeypatch, tmp_path):
 
 
 @needs_decoder
-def test_training_learns_the_direction_of_time(footage, tmp_path):
+def test_training_learns_the_direction_of_time(footage, tmp_path, capsys):
     config = VideoTraining(data=[footage], out=tmp_path / "run", attention="linear", **{**SMALL, "lr": 6e-3})
     result = train_video.run(config)
+    said = capsys.readouterr().out
+    assert re.search(rf"^ *test clips +{result['test_clips']} *$", said, re.MULTILINE)
+    assert "At other sizes, extrapolated positions are one patch apart" in said
     losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt")["history"]]
     assert losses[-1] < 0.5 * losses[0]
     assert result["accuracy"]["extrapolated"]["4x8x8"] > 90
+    assert set(result["accuracy"]) == {"extrapolated", "rescaled"}
     assert set(result["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8", "4x16x16"}
     assert result["classes"] == ["forwards", "backwards"]
     assert json.loads((config.out / "result.json").read_text()) == result
@@ -518,8 +524,14 @@ def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_p
     said = f"{first} was trained with 4×2×2 patches; this training has 8×4×4. To map their positions onto the trained "
     assert f"{said}grid, pass --reference 4x8\n" in capsys.readouterr().err
     assert load_run(tmp_path / "plain").reference is None
+    train_once(footage, tmp_path / "swapped", **longer, reference="8x4")
+    said = f"{first} was trained with 4×2×2 patches; --reference 8x4 maps positions onto 8×1×1. To map their positions "
+    assert f"{said}onto the trained grid, pass --reference 4x8\n" in capsys.readouterr().err
     result = train_once(footage, tmp_path / "mapped", **longer, reference="4x8")
-    assert "--reference" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "--reference" not in said.err
+    assert "Rescaled positions are mapped onto the grid of --reference." in said.out
+    assert "extrapolated positions" not in said.out
     assert "rescaled" in result["accuracy"]
     assert "extrapolated" not in result["accuracy"]
     model, x = load_run(tmp_path / "mapped"), torch.randn(2, 3, 8, 16, 16)
@@ -538,6 +550,36 @@ def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_p
         typer.BadParameter, match=rf"fine-tune it at a different length or size, pass --weights {first} --r"
     ):
         train_once(footage, first, frames=8)
+
+
+@needs_decoder
+def test_a_finished_run_is_tested_at_another_size(footage, tmp_path):
+    """With a learning rate of 0, a run ends with the weights that it starts from."""
+    first = tmp_path / "first"
+    train_once(footage, first)
+    with pytest.raises(
+        typer.BadParameter, match=r"test-size: was 16, is now 32\); .* settings\. To test it at"
+    ) as raised:
+        train_once(footage, first, test_size=32)
+    assert str(raised.value).endswith(f"this size, pass --weights {first} --steps 1 --lr 0 and another --out")
+    again = {"weights": str(first), "steps": 1, "lr": 0.0}
+    result = train_once(footage, tmp_path / "larger", **again, test_size=32)
+    assert set(result["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8", "4x32x32"}
+    start, end = (torch.load(tmp_path / name / "checkpoint.pt")["average"] for name in ("first", "larger"))
+    assert all(torch.equal(value, end[name]) for name, value in start.items())
+
+
+def test_image_weights_of_a_run_that_shows_motion(tmp_path, capsys):
+    options = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    video = LrpeVideoTransformer(num_classes=2, tubelet_size=2, **options)
+    for build, motion, expected in (
+        (LrpeVisionTransformer, True, True), (LrpeVisionTransformer, False, False),
+        (partial(LrpeVideoTransformer, tubelet_size=2), True, False),
+    ):  # fmt: skip
+        torch.save(build(**options).state_dict(), tmp_path / "first.pt")
+        start_from(video, tmp_path / "first.pt", {"motion": motion})
+        said = "first.pt was trained on images; this training shows only motion. To train on plain frames, pass "
+        assert (f"{said}--no-motion\n" in capsys.readouterr().err) == expected
 
 
 def test_training_starts_from_an_image_model(tmp_path):

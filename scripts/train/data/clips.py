@@ -43,6 +43,15 @@ class Sampling:
         """Minimum length of a video (in frames) for clips without repeated frames."""
         return self.frames if self.kind == "uniform" else (self.frames - 1) * self.every + 1
 
+    def describe_short(self, lengths: np.ndarray, noun: str) -> str:
+        """Report how many videos are shorter than a clip, or return "" if none are. ``noun`` names the videos."""
+        short = int((lengths < self.span).sum())
+        if not short:
+            return ""
+        verb = "is" if short == 1 else "are"
+        repeated = "some of their frames are" if self.kind == "uniform" else "their last frame is"
+        return f"{short} of {len(lengths)} {noun} {verb} shorter than a clip of {self.span} frames; {repeated} repeated"
+
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return frame numbers (B, frames) for videos of the given lengths, from random ``places`` (B,) in [0, 1).
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -309,15 +309,15 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
     """Return the accuracies at all test lengths and sizes, measured on the same clips."""
     model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
-    results: dict[str, Any] = {"test_clips": len(starts)}
-    for positions in placements(video):
-        results[positions] = {
+    return {
+        positions: {
             f"{frames}x{size}x{size}": accuracy(
                 config, model, footage, starts, frames, size, trainer.accelerator.autocast
             )
             for frames, size in conditions(config)
         }
-    return results
+        for positions in placements(video)
+    }
 
 
 # --- classes ---------------------------------------------------------------------------------------------------------
@@ -389,13 +389,12 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
         describe_held_out("video", videos.held_out, videos.labels, videos.names),
         describe_few("video", videos.held_out, videos.labels, videos.names, advice),
     )
-    if short := int((videos.lengths < sampling.span).sum()):
-        verb = "is" if short == 1 else "are"
-        repeated = "some of their frames are" if config.sampling == "uniform" else "their last frame is"
-        report(
-            f"{short} of {len(videos.lengths)} videos {verb} shorter than a clip of {sampling.span} frames; {repeated} "
-            "repeated"
-        )
+    tests = videos.lengths[find_test_videos(config, videos)]
+    longer = replace(sampling, frames=2 * config.frames).describe_short(tests, "test videos")
+    report(
+        sampling.describe_short(videos.lengths, "videos"),
+        f"Test with {2 * config.frames} frames: {longer}" if longer else "",
+    )
     arguments = model_arguments(config, len(videos.names))
 
     def find(trainer: Trainer, frames: int, size: int) -> np.ndarray:
@@ -440,8 +439,8 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         return {
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
             "space_time": config.space_time, "seed": config.seed, "chance": 100 / TASKS[config.task].num_classes,
-            "classes": list(TASKS[config.task].classes), "accuracy": evaluate(config, footage, trainer),
-            "tokens": patches(config),
+            "classes": list(TASKS[config.task].classes), "test_clips": len(held_out_starts(config, footage)),
+            "accuracy": evaluate(config, footage, trainer), "tokens": patches(config),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
