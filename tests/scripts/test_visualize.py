@@ -137,6 +137,16 @@ def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
         lrpe_md.show([])
 
 
+def test_a_comparison_takes_titles():
+    encodings = {f"base {base}": lrpe_md.RotateMd(16, 2, base=base) for base in (10, 100)}
+    titles = [axis.get_title() for axis in lrpe_md.show(encodings, (4, 6)).axes]
+    assert [title.split(":")[0] for title in titles if title.startswith("$")] == [
+        r"$\mathbf{base\ 10}$", r"$\mathbf{base\ 100}$"
+    ]  # fmt: skip
+    with pytest.raises(TypeError, match="got ModuleList; pass one of its layers"):
+        lrpe_md.show(torch.nn.ModuleList(encodings.values()))
+
+
 @pytest.mark.parametrize("shape", [(14, 14), (28, 14), (18, 28)])
 def test_the_bar_of_a_comparison_covers_no_title(shape: tuple[int, ...]):
     figure = lrpe_md.show(["dinov3", "rope_vit_mixed"], shape)
@@ -589,7 +599,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "expected either --preset or --frequencies"),
     (["-p", "wan", "--frequencies", "axial"], "expected either --preset or --frequencies"),
-    (["-p", "wann"], "--preset: unknown 'wann' (did you mean 'wan'?); choose from: eva02"),
+    (["-p", "wann"], "--preset: unknown 'wann' (did you mean 'wan'?); for your own scheme, pass --import MODULE or a"),
     (["-p", "absent.json"], "--preset: expected a JSON file of Scheme.to_dict(), got 'absent.json': [Errno 2]"),
     (["-p", "wan", "--map", "cosine"], "--map: can't be used with --preset"),
     (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: can't be used with --preset"),
