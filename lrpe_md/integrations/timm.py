@@ -185,11 +185,15 @@ def lay_out_patches(
 class LrpePatchEmbed(PatchEmbed):
     """timm's patch embedding, changed so that it compiles to one graph for all sizes.
 
-    timm's size check includes the size in its message, so each size would need a new graph.
+    timm's size check includes the size in its message, so each size would need a new graph. PyTorch can't compile the
+    backward of resampling a learned position table to a dynamic size, so training with such a table keeps timm's check.
     """
 
+    has_table: bool = False
+
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() or self.strict_img_size or self.dynamic_img_pad:
+        trains_table = self.has_table and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        if not torch.compiler.is_compiling() or trains_table or self.strict_img_size or self.dynamic_img_pad:
             return super().forward(x)
         patch_size: Any = self.patch_size
         if x.shape[-2] % patch_size[0] or x.shape[-1] % patch_size[1]:
@@ -512,6 +516,8 @@ def adapt(
     vit.encoding, vit.memory = built, memory
     if absolute == "drop":
         vit.pos_embed, vit.absolute = None, "none"
+    if isinstance(vit.patch_embed, LrpePatchEmbed):
+        vit.patch_embed.has_table = vit.pos_embed is not None
     return vit
 
 

@@ -447,7 +447,7 @@ class Trainer:
         reference = f" --reference {advice}" if has_coordinates(here["model"]) else ""
         what = "length or size" if "frames" in here else "size"
         test = f". To test it at this size, pass --test-sizes {here['size']} instead" if "frames" not in here else ""
-        return f"{test}. To fine-tune it at another {what}, pass --weights {out}{reference} and another --out"
+        return f"{test}. To fine-tune it at a different {what}, pass --weights {out}{reference} and another --out"
 
     def _as_option(self, setting: str) -> str:
         """Return the option for a setting. Settings of the model and the data have no option."""

@@ -1144,6 +1144,19 @@ def test_one_graph_for_all_sizes(kwargs):
     assert counter.frame_count == 1
 
 
+def test_compile_training_of_a_resampled_table():
+    torch._dynamo.reset()
+    model = adapt(lrpe_vit(encoding=None, absolute="learned", depth=1), "rotate")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for size in ((16, 24), (24, 20), (24, 24)):
+        x, grads = image(*size), []
+        for run in (model, compiled):
+            model.zero_grad()
+            run(x).square().sum().backward()
+            grads.append(model.pos_embed.grad.clone())
+        torch.testing.assert_close(*grads)
+
+
 def test_compile_training_with_checkpointing():
     torch._dynamo.reset()
     model = lrpe_vit(encoding="mixed", patch_drop_rate=0.5).train()

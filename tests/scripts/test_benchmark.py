@@ -371,7 +371,7 @@ def test_report_on_made_numbers(tmp_path):
     assert "| slow | 0.25 | ✗ |  |" in lines
     assert "| act silu |  | 0.95 |  |" in lines
     assert "| **lrpe-md** | 17.2 |  |  |" in lines
-    assert "cosine 1.2 s (first kernel)" in text
+    assert "the first call takes 1.2 s for cosine (first kernel)" in text
     assert "| **lrpe-md** | 1.50×, 7 |" in lines
     assert "| lrpe-md | 4.0e-07 |" in lines
     assert "* slow, cosine, fwd, video, shared: y0: RMS error" in lines

@@ -282,7 +282,7 @@ BAD = {
         TypeError, r"got list$", lambda: rotate(x, x, omega=pairs, positions=[[0, 0], [0, 1]]),
     ),
     "positions of a module on one axis": (
-        ValueError, r"positions: expected the module's num_axes, 2, got 1 axis$",
+        ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; .*, pass num_axes=1$",
         lambda: RotateMd(8, 2)(x, positions=Grid((12,))),
     ),
     "omega of a function with one axis": (
