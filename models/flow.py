@@ -128,7 +128,7 @@ def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
     return (found.to(dtype) - wanted.to(dtype)).square().flatten(1).mean(1)
 
 
-def guided(model: Any, text: Any = None, guidance_scale: float = 1.0, negative: Any = None) -> Velocity:
+def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = None) -> Velocity:
     """Return a function of (z, t) for v_neg + s · (v_text - v_neg), where s is the guidance scale.
 
     v_text and v_neg are the velocities with the text and with the negative text.
@@ -138,7 +138,7 @@ def guided(model: Any, text: Any = None, guidance_scale: float = 1.0, negative: 
     Args:
         model: a :class:`lrpe_md.models.dit.DiT`.
         text: the model's text input for B samples. None means the empty condition.
-        guidance_scale: with 1, only the conditional model runs, which halves the cost.
+        scale: with 1, only the conditional model runs, which halves the cost.
         negative: text to steer away from, one for each of the B samples or one for all. The default is the empty
             condition of the model's text_encoder.
 
@@ -148,7 +148,7 @@ def guided(model: Any, text: Any = None, guidance_scale: float = 1.0, negative: 
 
     Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598).
     """
-    if guidance_scale == 1 or (text is None and negative is None):
+    if scale == 1 or (text is None and negative is None):
         known = None if text is None else model.encode_text(text)
         return lambda z, t: model(z, t, known)
     wanted: Text = model.encode_text(negative if text is None else text)
@@ -168,7 +168,7 @@ def guided(model: Any, text: Any = None, guidance_scale: float = 1.0, negative: 
                 f"{name}: expected batch size {len(z)} (one caption per sample), got {batch}; repeat your captions"
             )
         with_text, without = model(torch.cat([z, z]), torch.cat([t, t]), both).chunk(2)
-        return without + guidance_scale * (with_text - without)
+        return without + scale * (with_text - without)
 
     return velocity
 
@@ -210,7 +210,7 @@ def sample(
     noise: Tensor,
     text: Any = None,
     *,
-    guidance_scale: float = 1.0,
+    scale: float = 1.0,
     negative: Any = None,
     steps: int = 50,
     method: Method = "euler",
@@ -219,14 +219,14 @@ def sample(
 ) -> Tensor:
     """Sample images from noise (B, C, ..). Any size that the model's patch size divides is possible.
 
-    :func:`guided` documents text, guidance_scale and negative, :func:`time_grid` documents steps and shift,
+    :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift,
     :func:`integrate` documents method, and :func:`flow_matching_loss` documents the default of ``prediction``. The
     prediction must be the same as in training. A noise prediction does not determine the image at t = 1, so sampling
     starts at ``NOISE_START`` instead. A sample prediction does not determine the noise at t = 0, so the last step uses
     Euler's method.
     """
     found = _prediction_of(model, prediction)
-    predict, times = guided(model, text, guidance_scale, negative), time_grid(steps, shift)
+    predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
         return velocity_of(predict(z, t), z, t, found)

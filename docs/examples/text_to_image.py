@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             print(f"step {step}: loss {losses[-1]:.3f}")
     prompts = tokenize(args.prompt, device=device).repeat_interleave(args.images, 0)
     noise = torch.randn(len(prompts), 3, args.size, args.size, device=device)
-    write_images(args.out, sample(model.eval(), noise, prompts, guidance_scale=3, steps=args.sample_steps), args.images)
+    write_images(args.out, sample(model.eval(), noise, prompts, scale=3, steps=args.sample_steps), args.images)
     return losses
 
 

@@ -39,7 +39,7 @@ class Sheet:
 
     Args:
         size: side or "HEIGHTxWIDTH" in pixels, or None for the training size.
-        guidance_scale: guidance scale. 1 means no guidance.
+        scale: guidance scale. 1 means no guidance.
         steps: number of sampling steps.
         images: number of images per prompt. All prompts share the same noise.
         positions: "rescaled" or "extrapolated" positions.
@@ -49,7 +49,7 @@ class Sheet:
     """
 
     size: str | None
-    guidance_scale: float
+    scale: float
     steps: int
     images: int
     positions: str
@@ -60,10 +60,10 @@ class Sheet:
     def __post_init__(self) -> None:
         choose("--positions", [self.positions], ("rescaled", "extrapolated"))
         choose("--sampler", [self.sampler], SAMPLERS)
-        if self.negative is not None and self.guidance_scale == 1:
+        if self.negative is not None and self.scale == 1:
             raise typer.BadParameter(
-                f"--negative {self.negative!r}: has no effect with --guidance-scale 1, which disables guidance; "
-                "pass another --guidance-scale, or leave out --negative"
+                f"--negative {self.negative!r}: has no effect with --scale 1, which disables guidance; "
+                "pass another --scale, or leave out --negative"
             )
 
     def height_and_width(self, trained: int, patch: int, factor: int = 1) -> tuple[int, int]:
@@ -218,7 +218,7 @@ class Painter:
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
         self.model.reference = self.grids if sheet.positions == "rescaled" else None
-        sampling = Sampling(sheet.sampler, sheet.steps, sheet.guidance_scale, self.settings["prediction"])
+        sampling = Sampling(sheet.sampler, sheet.steps, sheet.scale, self.settings["prediction"])
         negative = None if sheet.negative is None else self.encode([sheet.negative], "--negative")
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings["precision"])
         cast = precision is not None and self.device.type == "cuda"

@@ -28,7 +28,7 @@ OWN: dict[str, dict[str, Any]] = {
     TEXT: {"tokens": 400, "temperature": 0.8, "top_p": 0.95, "scaling": None},
     IMAGES: {
         "size": None,
-        "guidance_scale": 3.0,
+        "scale": 3.0,
         "negative": None,
         "steps": 50,
         "images": 4,
@@ -97,7 +97,7 @@ def main(
     size: Annotated[
         str | None, typer.Option(help="Images: size in pixels, a side or HEIGHTxWIDTH. (default: the training size)")
     ] = None,
-    guidance_scale: Annotated[
+    scale: Annotated[
         float | None,
         typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 disables guidance. (default: 3)"),
     ] = None,
@@ -133,7 +133,7 @@ def main(
     on, (task, state) = choose_device(device), read_run(run)
     given = {
         "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,
-        "guidance_scale": guidance_scale, "negative": negative, "steps": steps, "images": images,
+        "scale": scale, "negative": negative, "steps": steps, "images": images,
         "positions": positions, "out": out, "sampler": sampler, "vae": vae, "encoder": encoder, "count": count,
         "npz": npz,
     }  # fmt: skip
@@ -176,7 +176,7 @@ def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
         ("images", is_sheet, "with --npz, --count is the number of images"),
         ("vae", "latents" in settings or given["vae"] == "auto", "this run was trained on pixels"),
         ("encoder", condition == "features", "this run was trained without --text-features"),
-        ("guidance_scale", condition != "none", "this run was trained without captions or classes to guide to"),
+        ("scale", condition != "none", "this run was trained without captions or classes to guide to"),
     ):
         if given[name] is not None and not has_effect:
             raise typer.BadParameter(f"--{name.replace('_', '-')}: has no effect, because {reason}; leave it out")

@@ -23,13 +23,13 @@ class Sampling(NamedTuple):
     Args:
         sampler: one of ``SAMPLERS``.
         steps: number of sampling steps.
-        guidance_scale: guidance scale. 1 means no guidance.
+        scale: guidance scale. 1 means no guidance.
         prediction: what the model predicts.
     """
 
     sampler: str = "heun"
     steps: int = 50
-    guidance_scale: float = 1.0
+    scale: float = 1.0
     prediction: Prediction = "velocity"
 
 
@@ -46,7 +46,7 @@ def draw_samples(
     if sampling.sampler in METHODS:
         method: Literal["euler", "heun"] = "heun" if sampling.sampler == "heun" else "euler"
         return sample(
-            model, noise, text, guidance_scale=sampling.guidance_scale, negative=negative, steps=sampling.steps,
+            model, noise, text, scale=sampling.scale, negative=negative, steps=sampling.steps,
             method=method, shift=shift, prediction=sampling.prediction,
         )  # fmt: skip
     import diffusers
@@ -57,7 +57,7 @@ def draw_samples(
     )
     scheduler.set_timesteps(sampling.steps)
     scheduler.set_begin_index(0)  # needed because rounded timesteps can repeat
-    predict, z = guided(model, text, sampling.guidance_scale, negative), noise
+    predict, z = guided(model, text, sampling.scale, negative), noise
     for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
         t = torch.full((len(z),), sigma, device=z.device)
         if sampling.prediction == "noise":

@@ -320,11 +320,11 @@ BAD = {
     ),
     "texts for guidance": (
         r"text: expected batch size 2 \(one caption per sample\), got 1; repeat your captions",
-        lambda: sample(dit(), inputs()[0], tokenize([RED]), guidance_scale=3.0, steps=1),
+        lambda: sample(dit(), inputs()[0], tokenize([RED]), scale=3.0, steps=1),
     ),
     "negative texts": (
         r"negative: expected batch size 2 \(one caption per sample\), got 1",
-        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), guidance_scale=3.0, steps=1),
+        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), scale=3.0, steps=1),
     ),
     "text without encoder": (r"text: .*because the model has no text_encoder", lambda: dit(text=False)(*inputs())),
     "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
@@ -689,7 +689,7 @@ def test_on_a_gpu(name):
     assert set(seen) == {torch.bfloat16}
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert sample(model, torch.randn_like(x), text, guidance_scale=2.0, steps=2, method="heun").isfinite().all()
+    assert sample(model, torch.randn_like(x), text, scale=2.0, steps=2, method="heun").isfinite().all()
 
 
 def test_positions_follow_the_device():

@@ -111,7 +111,7 @@ def test_seed_out_of_numpys_range(tmp_path):
 
 
 def test_sampling_options_must_be_numbers(tmp_path):
-    for name, value in {"--temperature": "nan", "--top-p": "0", "--guidance-scale": "inf"}.items():
+    for name, value in {"--temperature": "nan", "--top-p": "0", "--scale": "inf"}.items():
         refused = invoke("sample", str(tmp_path), name, value)
         assert refused.exit_code == 2
         assert f"Invalid value for '{name}'" in refused.output

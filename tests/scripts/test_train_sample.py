@@ -24,7 +24,7 @@ from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
-SHEET = Sheet(size=None, guidance_scale=3.0, steps=2, images=2, positions="rescaled", out="")
+SHEET = Sheet(size=None, scale=3.0, steps=2, images=2, positions="rescaled", out="")
 CPU = torch.device("cpu")
 
 
@@ -77,7 +77,7 @@ def test_a_sheet_of_prompts(run_folder, tmp_path):
         "blue tile",
         "--steps",
         1,
-        "--guidance-scale",
+        "--scale",
         2,
         "--device",
         "cpu",
@@ -102,14 +102,14 @@ def test_a_negative_prompt(run_folder, tmp_path):
     state = read_checkpoint(run_folder / "checkpoint.pt")
 
     def images(scale, negative):
-        sheet = replace(SHEET, guidance_scale=scale, negative=negative)
+        sheet = replace(SHEET, scale=scale, negative=negative)
         return draw(Painter(state, CPU), ["red tile"], draw_noise(sheet.images, (3, 8, 8), 0), sheet)
 
     torch.testing.assert_close(images(3.0, ""), images(3.0, None))
     assert not torch.allclose(images(3.0, "blue tile"), images(3.0, None))
     torch.testing.assert_close(images(3.0, "red tile"), images(1.0, None), rtol=1e-3, atol=1e-3)
     with pytest.raises(
-        typer.BadParameter, match=r"--negative 'blue tile': has no effect with --guidance-scale 1, .* pass another"
+        typer.BadParameter, match=r"--negative 'blue tile': has no effect with --scale 1, .* pass another"
     ):
         images(1.0, "blue tile")
     arguments = ("--prompt", "red tile", "--negative", "pink tile", "--steps", 1, "--device", "cpu")
@@ -166,7 +166,7 @@ def test_a_loaded_model_samples_other_sizes_like_the_command(run_folder):
     for positions in ("rescaled", "extrapolated"):
         expected = draw(painter, ["red tile"], noise, replace(SHEET, positions=positions))[0]
         shift = (12 * 8) ** 0.5 / 8
-        found = sample(model, noise, text, guidance_scale=3.0, steps=2, method="heun", shift=shift)
+        found = sample(model, noise, text, scale=3.0, steps=2, method="heun", shift=shift)
         torch.testing.assert_close(found, expected)
         model.reference = None
 
@@ -275,12 +275,12 @@ REFUSED = {
     "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as in the training captions, got 24"),
     "of text": (
         ["--tokens", "5"],
-        "--tokens: not supported for a run of `train diffusion`, which accepts --size, --guidance-scale",
+        "--tokens: not supported for a run of `train diffusion`, which accepts --size, --scale",
     ),
     "no prompt": ([], "--prompt: expected at least one for a run of `train diffusion`, got none"),
     "negative": (
-        ["--prompt", "a", "--negative", "b", "--guidance-scale", "1"],
-        "--negative 'b': has no effect with --guidance-scale 1, which disables guidance; pass another --guidance-scale",
+        ["--prompt", "a", "--negative", "b", "--scale", "1"],
+        "--negative 'b': has no effect with --scale 1, which disables guidance; pass another --scale",
     ),
     "vae": (["--prompt", "a", "--vae", "runs/vae"], "--vae: has no effect, because this run was trained on pixels"),
     "encoder": (["--prompt", "a", "--encoder", "t5"], "--encoder: has no effect, because this run was trained without"),
@@ -308,9 +308,9 @@ def test_refusals(run_folder, tmp_path, name):
 
 def test_options_of_images_are_refused_for_text(tmp_path):
     folder = bare(tmp_path / "lm", {"model": {"vocab_size": 256}, "length": 8})
-    result = invoke(folder, "--size", "8x8", "--guidance-scale", 2)
+    result = invoke(folder, "--size", "8x8", "--scale", 2)
     assert result.exit_code == 2
-    assert "--size, --guidance-scale: not supported for a run of `train lm`" in result.output
+    assert "--size, --scale: not supported for a run of `train lm`" in result.output
 
 
 def test_outputs_that_cannot_be_written(run_folder, tmp_path):

@@ -125,9 +125,7 @@ class DiffusionTraining(GenerativeTraining):
     )
     times: str = option("logit-normal", "Distribution of times in training: logit-normal or uniform.", panel=OPTIMISER)
     prediction: str = option("velocity", "What the model predicts: velocity, noise or sample.", panel=OPTIMISER)
-    guidance_scale: float = option(
-        3.0, "Guidance scale for sampling; 1 disables guidance.", free=True, least=0, panel=RUN
-    )
+    scale: float = option(3.0, "Guidance scale for sampling; 1 disables guidance.", free=True, least=0, panel=RUN)
     sampler: str = option("heun", f"Sampler: one of {', '.join(SAMPLERS)}.", free=True, panel=RUN)
     sample_steps: int = option(
         50, "Sampling steps; a step of heun calls the model twice.", free=True, least=1, panel=RUN
@@ -218,7 +216,7 @@ class DiffusionTraining(GenerativeTraining):
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.sampler, self.sample_steps, self.guidance_scale, cast(Prediction, self.prediction))
+        return Sampling(self.sampler, self.sample_steps, self.scale, cast(Prediction, self.prediction))
 
 
 def size_of(name: str) -> dict[str, int]:
