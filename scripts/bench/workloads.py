@@ -205,7 +205,7 @@ class ImageBackbone(Backbone):
         return self.script.build(config, self.script.model_arguments(config, Labelled(images, images, 10)))
 
     def images(self, num: int) -> Images:
-        return Images(random_bytes(num, 1, self.config.size, self.config.size), torch.arange(num) % 10)
+        return Images(random_bytes(num, 1, *self.config.shape), torch.arange(num) % 10)
 
     def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
         images = self.images(num).to(device)
