@@ -279,12 +279,13 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
     ``per_head`` must divide the width of each head.
 
     Raises:
-        typer.BadParameter: for such a width. The message suggests the nearest valid widths.
+        typer.BadParameter: for such a width. The message suggests the nearest widths with an even head_dim, which
+            rotations need.
     """
-    multiple = heads * per_head
+    multiple, even = heads * per_head, heads * max(per_head, 2)
     if width % multiple:
-        below = width // multiple * multiple
-        near = " or ".join(str(each) for each in (below, below + multiple) if each)
+        below = width // even * even
+        near = " or ".join(str(each) for each in (below, below + even) if each)
         product = f"{heads} (--heads)" if per_head == 1 else f"{per_head} × {heads} (--heads)"
         raise typer.BadParameter(
             f"{option}: expected a multiple of {product}, got {width}; pass {option} {near}, or change --heads"

@@ -450,7 +450,7 @@ def test_invalid_options(data, tmp_path):
     assert "--erase" in refused("--erase", "1.5")
     assert "--shift" in refused("--shift", "-1")
     wrong = refused("--heads", "5")
-    assert "--dim: expected a multiple of 5 (--heads), got 48; pass --dim 45 or 50, or change --heads" in wrong
+    assert "--dim: expected a multiple of 5 (--heads), got 48; pass --dim 40 or 50, or change --heads" in wrong
     assert "--heads 16" in refused("--heads", "16")  # rotation needs an even head_dim
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)

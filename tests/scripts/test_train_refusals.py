@@ -79,10 +79,10 @@ def test_options_that_must_not_be_zero(tmp_path):
 @pytest.mark.parametrize(
     ("task", "data", "options", "message"),
     [
-        ("image", "folder", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 52, or"),
-        ("video", "folder", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 52, or"),
-        ("recall", "16x8x8", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 52, or"),
-        ("lm", "folder", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 52, or"),
+        ("image", "folder", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 56, or"),
+        ("video", "folder", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 56, or"),
+        ("recall", "16x8x8", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 56, or"),
+        ("lm", "folder", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 56, or"),
         ("diffusion", "folder", [], "--dim: expected a multiple of 2 × 4 (--heads), got 50; pass --dim 48 or 56, or"),
         ("diffusion", "folder", ["--dim", 6], "--dim: expected a multiple of 2 × 4 (--heads), got 6; pass --dim 8, or"),
         (
