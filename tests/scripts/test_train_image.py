@@ -455,11 +455,10 @@ def test_invalid_options(data, tmp_path):
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
     assert "(--encoding: was rotate, is now cosine);" in refused("--encoding", "cosine")
-    said = refused("--size", "16")
+    said = " ".join(refused("--size", "16").replace("│", " ").split())  # the box wraps long lines
     assert "(--size: was 8, is now 16); choose another folder" in said
     assert "To test it at this size, pass --test-sizes 16 instead. To fine-tune it" in said
-    assert "pass --weights" in said
-    assert "--reference 8 and another --out" in said  # after the path, which may be wrapped
+    assert f"pass --weights {tmp_path / 'run'} --reference 8 and another --out" in said
     other = write_idx(tmp_path / "other", train=32)
     assert "the data has changed" in refused("--data", str(other))
 
