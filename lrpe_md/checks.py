@@ -41,11 +41,11 @@ def describe_positions(value: Any) -> str:
 def invalid_positions(value: Any) -> TypeError:
     """Return the error for positions of an invalid type."""
     numbers = (int, float, list, tuple)
-    is_pair = isinstance(value, list) and len(value) == 2 and not any(isinstance(each, numbers) for each in value)
-    found = describe_positions(value)
     if isinstance(value, list) and value and not any(isinstance(each, numbers) for each in value):
         found = "a list; for samples of different sizes, pass the result of pad(..) or pack(..)"
-        found += ", and for q and k, a tuple" if is_pair else ""
+        found += ", and for q and k, a tuple" if len(value) == 2 else ""
+    else:
+        found = describe_positions(value)
     return TypeError(f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {found}")
 
 

@@ -79,11 +79,11 @@ class LrpeAttention(Attention):
     or "linear". For ``normalizer``, see :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` determine how the
     state forgets. ``feature_act`` replaces the encoding's activation.
 
-    For the backward, softmax attention stores the encoded q and k, and, because of v, the projection's output. These
-    are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so that only
-    three are stored, unless the encoding has an activation or learned frequencies. ``keep_encoded=False`` only stores
-    the projection's output, and re-encodes q and k in the backward. It has no effect under checkpointing or after
-    ``timm.layers.set_fused_attn(False)``.
+    For the backward pass, softmax attention stores the encoded q and k, and, because of v, the projection's output.
+    These are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so that
+    only three are stored, unless the encoding has an activation or learned frequencies. ``keep_encoded=False`` only
+    stores the projection's output, and re-encodes q and k in the backward pass. It has no effect under checkpointing or
+    after ``timm.layers.set_fused_attn(False)``.
     """
 
     attention: AttentionKind = "softmax"
@@ -186,7 +186,8 @@ class LrpePatchEmbed(PatchEmbed):
     """timm's patch embedding, changed so that it compiles to one graph for all sizes.
 
     timm's size check includes the size in its message, so each size would need a new graph. PyTorch can't compile the
-    backward of resampling a learned position table to a dynamic size, so training with such a table keeps timm's check.
+    backward pass of resampling a learned position table to a dynamic size. So training with such a table keeps timm's
+    check.
     """
 
     has_table: bool = False
@@ -226,9 +227,10 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         normalizer: "unrotated", "encoded" or "none", for linear attention.
         memory: how linear layers forget, frame by frame. This is only for video models; see
             :class:`lrpe_md.models.video.LrpeVideoTransformer`.
-        copy_v: whether to store as little memory for the backward as attention without an encoding. See
+        copy_v: whether to store as little for the backward pass as attention without an encoding. See
             :class:`LrpeAttention`.
-        keep_encoded: if False, re-encode q and k in the backward instead of storing them. See :class:`LrpeAttention`.
+        keep_encoded: if False, re-encode q and k in the backward pass instead of storing them. See
+            :class:`LrpeAttention`.
         dynamic_img_size: whether to accept any input size that the patch size divides. This is on by default.
         args, kwargs: arguments of timm's class.
 

@@ -72,13 +72,13 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the selected names without duplicates, and reject unknown names."""
+def choose(option: str, wanted: Iterable[str], known: Iterable[str], advice: str = "") -> list[str]:
+    """Return the selected names without duplicates, and reject unknown names. ``advice`` is part of the error."""
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:
         if name not in known:
             raise typer.BadParameter(
-                f"{option}: unknown {name!r}{suggest(name, known)}; choose from: {'; '.join(known)}"
+                f"{option}: unknown {name!r}{suggest(name, known)}{advice}; choose from: {'; '.join(known)}"
             )
     return names
 

@@ -72,12 +72,9 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
             stack.enter_context(claim(config.out))
         trainer = Trainer(config, accelerator, work.model, settings)
         stack.callback(trainer.end_turn)
-        if trainer.is_finished and accelerator.is_main_process:
-            typer.echo(
-                f"{config.out}: already finished at step {trainer.step}; evaluating it again, without training",
-                err=True,
-            )
-        if not (trainer.is_finished or config.seconds or config.warmup_steps == config.warmup):
+        if trainer.is_finished:
+            report(f"{config.out}: already finished at step {trainer.step}; evaluating it again, without training")
+        elif not config.seconds and config.warmup_steps != config.warmup:
             report(
                 f"--warmup {config.warmup} reduced to {config.warmup_steps}, a tenth of the "
                 f"{plural(config.steps, 'step')}"

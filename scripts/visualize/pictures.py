@@ -30,7 +30,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lrpe_md import Scheme, Tokens, axial_omega, geometric_theta, list_presets
-from lrpe_md.checks import suggest
 from lrpe_md.frequencies import mixed_omega
 from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
 from lrpe_md.modules.base import DEFAULT_BASES
@@ -309,12 +308,8 @@ def _find_schemes(wanted: Sequence[str]) -> dict[str, str | Scheme]:
         else:
             if value in MODULES:
                 raise typer.BadParameter(f"--preset: {value!r} is not a preset; to plot it, pass {MODULES[value]}")
-            if value not in list_presets():
-                raise typer.BadParameter(
-                    f"--preset: unknown {value!r}{suggest(value, list_presets())}; for your own scheme, pass --import "
-                    f"MODULE or a JSON file. The presets are {', '.join(list_presets())}"
-                )
-            name = scheme = value
+            advice = "; for your own scheme, pass --import MODULE or a JSON file"
+            [name] = [scheme] = choose("--preset", [value], list_presets(), advice)
         if name in found:
             raise typer.BadParameter(f"--preset: expected different names, got {name!r} twice; rename the file")
         found[name] = scheme

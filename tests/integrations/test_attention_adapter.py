@@ -315,14 +315,20 @@ def edited_sdpa(encoding, grid):
         yield
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_models_of_libraries(library):
+def build_library(library):
+    """Return a model with random weights, its inputs, a function that enables checkpointing, and its positions."""
     build, positions = LIBRARIES[library]
     torch.manual_seed(0)
     model, inputs, checkpoint = build()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
+    return model, inputs, checkpoint, positions
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_models_of_libraries(library):
+    model, inputs, checkpoint, positions = build_library(library)
     stock = copy.deepcopy(model)
     adapt_attention(model, "rotate", positions)
 
@@ -344,12 +350,7 @@ def test_models_of_libraries(library):
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_models_of_libraries_compile(library):
-    build, positions = LIBRARIES[library]
-    torch.manual_seed(0)
-    model, inputs, _ = build()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
+    model, inputs, _, positions = build_library(library)
     adapt_attention(model.eval(), "rotate", positions)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs)[0], model(*inputs)[0])

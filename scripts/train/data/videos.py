@@ -97,7 +97,7 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
     shape = (size, size) if isinstance(size, int) else size
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder(with_)](path, shape)
     if not path.is_file():
-        found = "a folder" if Path(path).is_dir() else "no such file"
+        found = "a folder" if path.is_dir() else "no such file"
         raise VideoError(f"{path}: {found}; pass the path of a video")
     expected = next(frames)
     squares = [_crop(frame, shape) for frame in frames]

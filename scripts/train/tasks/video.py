@@ -389,8 +389,8 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
         describe_held_out("video", videos.held_out, videos.labels, videos.names),
         describe_few("video", videos.held_out, videos.labels, videos.names, advice),
     )
-    tests = videos.lengths[find_test_videos(config, videos)]
-    longer = replace(sampling, frames=2 * config.frames).describe_short(tests, "test videos")
+    tests = find_test_videos(config, videos)
+    longer = replace(sampling, frames=2 * config.frames).describe_short(videos.lengths[tests], "test videos")
     report(
         sampling.describe_short(videos.lengths, "videos"),
         f"Test with {2 * config.frames} frames: {longer}" if longer else "",
@@ -407,7 +407,7 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
         }
         found = {name: {size: 100 * each.mean().item() for size, each in of.items()} for name, of in right.items()}
         trained = next(iter(right["rescaled"].values()))  # at the training length and size
-        labels = videos.labels[find_test_videos(config, videos)]
+        labels = videos.labels[tests]
         return {
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
             "space_time": config.space_time, "seed": config.seed, "chance": 100 / len(videos.names),
