@@ -21,7 +21,7 @@ from lrpe_md.scripts.bench.modes import first_calls, host_times, raw_launch
 from lrpe_md.scripts.bench.peers import large_inputs
 from torch import Tensor
 
-from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, rotate
+from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, linear_attention, rotate
 from lrpe_md.engine import kernels
 from lrpe_md.engine.core import reduction
 from lrpe_md.engine.encode import launch
@@ -130,6 +130,22 @@ def test_only_long_strides_add_a_variant(map):
     far = torch.zeros(2**31 + 1000, **options)
     for stride, num_new in ((LONG_STRIDE - 1, 0), (LONG_STRIDE, 1), (2**31 - 1, 0), (2**31, 0)):
         assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, stride, 1)), Grid((2, 1))) == num_new
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_only_long_strides_add_a_variant_of_linear_attention(is_causal):
+    head_dim = 24
+    kernel = kernels.linear_causal_forward_kernel if is_causal else kernels.linear_forward_kernel
+    far = torch.zeros(2**31 + 1000, dtype=torch.bfloat16, device="cuda")
+
+    def forward(stride: int) -> int:
+        before = num_variants(kernel)
+        q = far.as_strided((1, 2, 2, head_dim), (0, 100, stride, 1))
+        linear_attention(q, q, q, map=None, normalizer="none", is_causal=is_causal)
+        torch.cuda.synchronize()
+        return num_variants(kernel) - before
+
+    assert [forward(stride) for stride in (200, LONG_STRIDE - 1, LONG_STRIDE, 2**31 - 1, 2**31)] == [1, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_md import Grid, checks, linear_attention
 from lrpe_md.engine.core.operator import INTERPRETING, call_cache
-from lrpe_md.engine.kernels.signature import pack_numbers
+from lrpe_md.engine.kernels.signature import LONG_STRIDE, pack_numbers
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
@@ -173,6 +173,19 @@ def test_causal_products_that_are_one_tile(name, changes, heads):
     """Sums of bfloat16 rows keep one layout throughout, with tokens as columns or rows."""
     case = LinearCase(name, (10, 15), heads=heads, dtype=torch.bfloat16, mask="causal", act="softplus", batch=1)
     assert_within_budget(replace(case, **changes))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("stride", [LONG_STRIDE - 1, LONG_STRIDE])
+def test_long_strides(stride, is_causal):
+    """Long strides of tokens are passed in 64 bits."""
+    memory = torch.empty(LONG_STRIDE + 20, dtype=torch.float16)  # takes little memory, because few pages are written
+    q = memory.as_strided((1, 2, 2, 10), (0, 10, stride, 1)).copy_(torch.randn(1, 2, 2, 10))
+    k, v = torch.randn(2, 1, 2, 2, 10, dtype=torch.float16)
+    options = {"map": None, "normalizer": "none", "is_causal": is_causal}
+    expected = linear_attention(q.float(), k.float(), v.float(), impl="reference", **options)
+    found = linear_attention(q, k, v, impl="triton", **options)
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 
 def test_few_heads_are_cut_until_multiprocessors_have_work():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ...positions.grid import affine_on, grid_coordinates
 from .. import kernels
-from ..kernels.signature import pack_numbers
+from ..kernels.signature import LONG_STRIDE, pack_numbers, pack_strides
 from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from .recording import is_recording
 
 __all__ = [
-    "INTERPRETING", "LARGE_GRID", "Tiles", "count_tokens", "current_device", "cut_channels", "cut_width",
-    "describe_tables", "find_magic", "find_table_strides", "has_ptx", "in_eights", "launches_early", "lay_weight",
-    "limit_registers", "make_readable", "materialise", "materialise_each", "num_groups", "pack_grid", "pack_side",
-    "read_sides", "strides_in_eights", "use_affine_positions",
+    "INTERPRETING", "LARGE_GRID", "Tiles", "are_long", "count_tokens", "current_device", "cut_channels",
+    "cut_width", "describe_tables", "find_magic", "find_table_strides", "has_ptx", "in_eights", "launches_early",
+    "lay_weight", "limit_registers", "make_readable", "materialise", "materialise_each", "num_groups", "pack_grid",
+    "pack_side", "pack_stride", "read_sides", "strides_in_eights", "use_affine_positions",
 ]  # fmt: skip
 
 INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)
@@ -265,6 +265,18 @@ def strides_in_eights(stride: tuple[int, ...]) -> bool:
     """Return whether the channels of (B, H, N, D) are adjacent and all other strides are divisible by 8."""
     b, h, n, d = stride
     return d == 1 and (b | h | n) % 8 == 0
+
+
+def are_long(strides: Sequence[tuple[int, ...]], unit: int) -> bool:
+    """Return whether a stride in units of ``unit`` elements needs int64."""
+    return any(step // unit >= LONG_STRIDE for stride in strides for step in stride)
+
+
+@lru_cache(maxsize=4096)
+def pack_stride(stride: tuple[int, ...], aligned: bool, long: bool) -> tuple[int, ...]:
+    """Return the packed strides of a tensor. If it is aligned, all except the channel stride are divided by 8."""
+    unit, (*steps, last) = 8 if aligned else 1, stride
+    return pack_strides(long, *(step // unit for step in steps), last)
 
 
 @cache

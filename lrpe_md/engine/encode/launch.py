@@ -16,6 +16,7 @@ from ..core.call import NO_TABLES, Call, Needs, Variant, Weights
 from ..core.launching import (
     INTERPRETING,
     LARGE_GRID,
+    are_long,
     count_tokens,
     current_device,
     cut_channels,
@@ -29,13 +30,14 @@ from ..core.launching import (
     materialise,
     num_groups,
     pack_side,
+    pack_stride,
     use_affine_positions,
 )  # fmt: skip
 from ..core.memory import accumulator, like_in_memory, strides_in_memory
 from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
-from ..kernels.signature import LONG_STRIDE, pack_numbers, pack_strides
+from ..kernels.signature import pack_numbers
 from .plan import Pass, Plan, Work, plan, share_rows
 
 __all__ = [
@@ -368,7 +370,7 @@ def describe_variant(
         wide=wide, fast=fast and not has_tables,
         # Integers can count angles if positions are indices. They would not improve the hardware's approximations.
         fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(has_ptx(dtype)),
-        aligned=aligned, long=_are_long([each for group in strides.values() for each in group], unit),
+        aligned=aligned, long=are_long([each for group in strides.values() for each in group], unit),
     )  # fmt: skip
 
 
@@ -420,7 +422,7 @@ def _find_tile_width(variant: Variant) -> int:
 def pack_pairs(strides: dict[str, list[tuple[int, ...]]], variant: Variant) -> Strides:
     """Return the packed strides of q and k in x, dy and the output."""
     return tuple(
-        tuple(_pack_one(stride, variant.aligned, variant.long) for stride in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2])
+        tuple(pack_stride(stride, variant.aligned, variant.long) for stride in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2])
         for group in strides.values()
     )
 
@@ -449,9 +451,9 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
     block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if INTERPRETING else 128
     tensors = [t for t in (x, g, dx) if t is not None]
     aligned = _are_rows_aligned(head_dim, tensors)
-    long = _are_long([t.stride() for t in tensors], 8 if aligned else 1)
+    long = are_long([t.stride() for t in tensors], 8 if aligned else 1)
     x_strides, g_strides, dx_strides = (
-        _pack_one((0, 0, 0, 0) if t is None else t.stride(), aligned, long) for t in (x, g, dx)
+        pack_stride((0, 0, 0, 0) if t is None else t.stride(), aligned, long) for t in (x, g, dx)
     )
     variant = Variant(
         act="softmax", dim=-2, num_channels=head_dim, head_dim=head_dim, backward=g is not None,
@@ -460,13 +462,3 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
     )  # fmt: skip
     args = (x, g, dx, stat, x_strides, g_strides, dx_strides, batch, heads, num_tokens)
     launch_kernel(softmax_sequence_kernel, batch * heads * triton.cdiv(head_dim, block_d), args, variant, {})
-
-
-def _are_long(strides: Sequence[tuple[int, ...]], unit: int) -> bool:
-    return any(step // unit >= LONG_STRIDE for stride in strides for step in stride)
-
-
-def _pack_one(stride: tuple[int, ...], aligned: bool, long: bool) -> tuple[int, ...]:
-    """Return the packed strides of a tensor. If it is aligned, all except the channel stride are divided by 8."""
-    unit, (*steps, last) = 8 if aligned else 1, stride
-    return pack_strides(long, *(step // unit for step in steps), last)

@@ -33,7 +33,7 @@ from .norm import (
     normalise_row_backward,
     store_weight_gradients,
 )
-from .signature import unpack_numbers
+from .signature import unpack_numbers, unpack_strides
 from .tiles import first_channel, load_at, load_flags, load_tile, move_row, split_pairs, store_at, store_tile, upcast
 
 
@@ -69,7 +69,7 @@ def to_operand(x, V: tl.constexpr):
 def locate_tensor(tensor, b, h, V: tl.constexpr):
     """Return the row (pointer, token stride, channel stride) at token 0 of a head of a sample."""
     p, strides = tensor
-    stride_b, stride_h, stride_n, stride_d = unpack_numbers(strides)
+    stride_b, stride_h, stride_n, stride_d = unpack_strides(strides, V=V)
     row = (p, stride_n, stride_d)
     return move_row(move_row(row, b, stride_b, V=V), h, stride_h, V=V)
 

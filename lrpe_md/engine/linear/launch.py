@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from ..core import recording
 from ..core.call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from ..core.launching import (
     INTERPRETING,
+    are_long,
     count_tokens,
     current_device,
     cut_channels,
@@ -28,6 +29,7 @@ from ..core.launching import (
     limit_registers,
     materialise_each,
     pack_side,
+    pack_stride,
     read_sides,
     strides_in_eights,
 )  # fmt: skip
@@ -378,7 +380,7 @@ class LaunchInputs:
             wide=self.dtype == torch.float64, fast=self.narrow and ptx,
             fixed=tables.coords is tables.origin is tables.affine is None and self.dtype != torch.float64,
             functions=2 if self.narrow and ptx else int(ptx),
-            aligned=aligned, long=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
+            aligned=aligned, long=are_long([t.stride() for t in tensors], unit),
             block_n=tile.block_n, stages=tile.stages,
             tokens_as_n=_has_tokens_as_n(causal, single_layout, tile.block_n), single_layout=single_layout,
             output_transposed=output_transposed,
@@ -527,13 +529,7 @@ def with_strides(t: Tensor | None, variant: Variant) -> tuple:
     """Return a tensor and its packed strides, in the form that the kernels expect."""
     if t is None:
         return None, pack_numbers(0, 0, 0, 0)
-    return t, _pack_strides(t.stride(), 8 if variant.aligned else 1)
-
-
-@lru_cache(maxsize=4096)
-def _pack_strides(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
-    b, h, n, d = strides
-    return pack_numbers(b // unit, h // unit, n // unit, d)
+    return t, pack_stride(t.stride(), variant.aligned, variant.long)
 
 
 def gate_with_strides(gate: Tensor | None) -> tuple:
