@@ -705,14 +705,30 @@ def find_state(p_state, index, row, rows, V: tl.constexpr):
     return p_state + (tl.cast(index, tl.int64) * rows + row) * V.state_size
 
 
+@triton.jit
+def point_to_piece(states, piece, row, rows, V: tl.constexpr):
+    """Return pointers to S and Z of a piece.
+
+    ``states`` is a buffer (P, rows, D_v Ê + sums) and None. If there is only one piece, ``states`` may be the slot that
+    its tokens see: S (rows, D_v Ê) and Z (rows, sums).
+    """
+    p_states, p_sums = states
+    if p_sums is None:
+        p_state = find_state(p_states, piece, row, rows, V=V)
+        return p_state, p_state + V.v_dim * V.num_features
+    else:
+        row = tl.cast(row, tl.int64)
+        return p_states + row * (V.v_dim * V.num_features), p_sums + row * V.num_sums
+
+
 @kernel
-def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute the state of each piece of the tokens. The output has shape (P, B G, D_v Ê + sums)."""
+def linear_state_kernel(k, v, gate, side, states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+    """Compute the state of each piece of the tokens. For ``states``, see :func:`point_to_piece`."""
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
-    p_state = find_state(p_states, piece, b * G + g, B * G, V=V)
-    store_state(p_state, p_state + V.v_dim * V.num_features, S, Z, V=V)
+    p_state, p_sums = point_to_piece(states, piece, b * G + g, B * G, V=V)
+    store_state(p_state, p_sums, S, Z, V=V)
 
 
 @kernel
@@ -733,11 +749,11 @@ def load_slot(p_slots, p_slot_sums, row, V: tl.constexpr):
 
 @kernel
 def linear_query_gradient_kernel(
-    q, do, dq, side, slots, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+    q, do, dq, side, slots, dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
     """Compute dq, the sums for dω, and dZ for each piece and query head.
 
-    p_dstates has shape (P, B H, D_v Ê + sums). This kernel only writes dZ, which is the last part of each row.
+    ``dstates`` has a row for each query head, see :func:`point_to_piece`. This kernel only writes dZ.
     """
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
@@ -749,8 +765,8 @@ def linear_query_gradient_kernel(
     side = (side, load_side(side, b, g, h, V=V))
     dZ, total, dweights = write_query_gradients((q, do, dq), side, state, grads, (b, h, begin, end), eps, V=V)
     store_weight_sums(side, (h * B + b) * P + piece, dweights, V=V)
-    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
-    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V=V)
+    p_dstate, p_dsums = point_to_piece(dstates, piece, b * G * R + h, B * G * R, V=V)
+    store_state(p_dstate, p_dsums, (), sum_tokens(dZ), V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
@@ -766,9 +782,12 @@ def point_to_scales(p_scales, b, h, heads, N):
 
 @kernel
 def linear_query_state_kernel(
-    q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+    q, do, side, slots, p_scales, dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS for each piece and query head. With a causal mask, also compute dZ, using 1/z and dz from p_scales."""
+    """Compute dS for each piece and query head. With a causal mask, also compute dZ, using 1/z and dz from p_scales.
+
+    ``dstates`` has a row for each query head, see :func:`point_to_piece`.
+    """
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
@@ -785,8 +804,8 @@ def linear_query_state_kernel(
         Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V=V)
         dZ = ()
     dS, dZ = sum_queries((q, do, scales), side, Z, (empty_state(V=V), dZ), (b, h, begin, end), eps, V=V)
-    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
-    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, dS, sum_tokens(dZ), V=V)
+    p_dstate, p_dsums = point_to_piece(dstates, piece, b * G * R + h, B * G * R, V=V)
+    store_state(p_dstate, p_dsums, dS, sum_tokens(dZ), V=V)
 
 
 @kernel

@@ -124,6 +124,11 @@ class Pieces(NamedTuple):
     def numbers(self) -> tuple:
         return self.table, pack_numbers(self.length, self.num_tokens)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a single piece contains all tokens. Its state needs no scan, unless there is an initial state."""
+        return self.table is None and self.num_pieces == 1
+
 
 class PieceLengths(NamedTuple):
     """Number of tokens in a piece, and in each part of a piece. With a causal mask, each piece is a slot."""
@@ -631,23 +636,32 @@ SlotStates = tuple[Any, ...]  # the state that the tokens of each slot see: S (a
 def sum_states(inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
     """Return the state that the tokens of each slot see and, if ``returns_final``, the state after the last token."""
     pieces, needed_pieces, _ = inputs.parts(returns_final)
-    states = form_states(inputs, needed_pieces, returns_final)
-    return scan_states(inputs, states, pieces, state, returns_final)
+    if pieces.is_whole and not state and not returns_final:
+        slot_states = allocate_slots(inputs, 1)
+        launch_states(inputs, slot_states, pieces, False)
+        return slot_states, []
+    return scan_states(inputs, form_states(inputs, needed_pieces, returns_final), pieces, state, returns_final)
 
 
 def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
     """Compute the states (P, B H_k, size) of pieces of the keys. For ``is_exact``, see :func:`refine`."""
     sizes = inputs.sizes
+    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
+    launch_states(inputs, (states, None), pieces, is_exact)
+    return states
+
+
+def launch_states(inputs: LaunchInputs, states: tuple[Tensor, Tensor | None], pieces: Pieces, is_exact: bool) -> None:
+    """Write the states of pieces of the keys to a buffer and None or, if there is a single piece, to a slot."""
+    sizes = inputs.sizes
     config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
     variant, _ = config
-    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
         with_strides(inputs.k, variant), with_strides(inputs.v, variant), gate_with_strides(inputs.gate),
         inputs.flatten_keys(variant), states, pieces.numbers,
         pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
     launch_with_fallback(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, config)
-    return states
 
 
 def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
@@ -940,23 +954,35 @@ def differentiate(
     """Run the backward pass with separate kernels for states, queries and keys. Return dS and dΣ if they are needed."""
     slot_states = saved or sum_states(inputs, state, False)[0]
     pieces = inputs.pieces(of_queries=True)
-    dstates = differentiate_queries(inputs, grads, slot_states)
-    dslot_states, state_gradients = scan_states(inputs, dstates, pieces, dstate, inputs.needs.state, backward=True)
+    if pieces.is_whole and inputs.sizes.repeats == 1 and not dstate and not inputs.needs.state:
+        dslot_states, state_gradients = allocate_slots(inputs, 1), []
+        launch_query_gradients(inputs, grads, slot_states, dslot_states)
+    else:
+        dstates = differentiate_queries(inputs, grads, slot_states)
+        dslot_states, state_gradients = scan_states(inputs, dstates, pieces, dstate, inputs.needs.state, backward=True)
     differentiate_keys(inputs, grads, dslot_states)
     return state_gradients
 
 
 def differentiate_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
     """Write dq to ``grads``. Return dS and dZ for each piece and query head."""
+    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
+    shape = (pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state)
+    dstates = torch.empty(shape, dtype=inputs.acc, device=inputs.device)
+    launch_query_gradients(inputs, grads, slot_states, (dstates, None))
+    return dstates
+
+
+def launch_query_gradients(
+    inputs: LaunchInputs, grads: Grads, slot_states: SlotStates, dstates: tuple[Tensor, Tensor | None]
+) -> None:
+    """Write dq to ``grads``, and dS and dZ of each piece and query head to ``dstates``, as in :func:`launch_states`."""
     sizes, eps = inputs.sizes, inputs.call.attention.eps
     pieces = inputs.pieces(of_queries=True)
     stage = LinearPass.QUERIES_OMEGA if inputs.need_dangles else LinearPass.QUERIES
     config = inputs.describe(stage, inputs.q_side, [grads.dq])
     variant, _ = config
     programs = sizes.rows * sizes.repeats * pieces.num_pieces
-    dstates = torch.empty(
-        pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state, dtype=inputs.acc, device=inputs.device
-    )  # fmt: skip
     args = (
         *(with_strides(t, variant) for t in (inputs.q, inputs.do, grads.dq)),
         inputs.flatten_queries(variant, grads.q_weights), slot_states, dstates, grads.q_partial, pieces.numbers,
@@ -964,7 +990,6 @@ def differentiate_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotS
     )  # fmt: skip
     launch_with_fallback(kernels.linear_query_gradient_kernel, programs, args, config)
     sum_query_states(inputs, slot_states, None, dstates, pieces)
-    return dstates
 
 
 def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates) -> None:
@@ -983,9 +1008,9 @@ def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotSta
 
 
 def sum_query_states(
-    inputs: LaunchInputs, slot_states: SlotStates, scales: Tensor | None, dstates: Tensor, pieces: Pieces
+    inputs: LaunchInputs, slot_states: SlotStates, scales: Tensor | None, dstates: tuple[Any, Any], pieces: Pieces
 ) -> None:
-    """Write dS and, with a causal mask, dZ of each piece and query head to ``dstates``."""
+    """Write dS and, with a causal mask, dZ of each piece and query head to ``dstates``, as in :func:`launch_states`."""
     sizes = inputs.sizes
     config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
     variant, _ = config
@@ -1011,7 +1036,7 @@ def differentiate_causal(
     if pieces.num_pieces > 1 or dstate or inputs.needs.state:
         parts, needed_pieces, _ = inputs.parts(inputs.needs.state, backward=True)
         dstates = torch.empty(needed_pieces.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
-        sum_query_states(inputs, (None, None), scales, dstates, needed_pieces)
+        sum_query_states(inputs, (None, None), scales, (dstates, None), needed_pieces)
         dslot_states, state_gradients = scan_states(inputs, dstates, parts, dstate, inputs.needs.state, backward=True)
     differentiate_causal_keys(inputs, grads, dslot_states, scales)
     return state_gradients
