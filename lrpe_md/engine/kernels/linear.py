@@ -828,7 +828,7 @@ def linear_key_gradient_kernel(
 
 @triton.jit
 def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
-    """Sum elements o of a row's states over all heads and pieces. V.stages loads are in flight at a time.
+    """Sum elements o of a row's states over all heads and pieces. Load V.stages pieces at once.
 
     ``counts`` is (heads, pieces).
     """
@@ -837,18 +837,13 @@ def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
     BLOCK: tl.constexpr = V.block_c
     AHEAD: tl.constexpr = V.stages
     total = tl.zeros([BLOCK], dtype=tl.float64)
-    num_whole = P // AHEAD * AHEAD
     for r in range(R):
-        for first in range(0, num_whole, AHEAD):
-            tiles = ()
-            for i in tl.static_range(AHEAD):
-                index = (tl.cast(first + i, tl.int64) * rows + row) * R + r
-                tiles += (tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0),)
-            for i in tl.static_range(AHEAD):
-                total += tiles[i]
-        for i in range(num_whole, P):
-            index = (tl.cast(i, tl.int64) * rows + row) * R + r
-            total += tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0)
+        for first in range(0, P, AHEAD):
+            pieces = first + tl.arange(0, AHEAD)
+            index = (pieces.to(tl.int64) * rows + row) * R + r
+            mask = (pieces < P)[:, None] & (o < SIZE)[None, :]
+            tile = tl.load(p_states + index[:, None] * SIZE + o[None, :], mask=mask, other=0.0)
+            total += tl.sum(tile.to(tl.float64), axis=0)
     return total
 
 
