@@ -38,6 +38,7 @@ from .features import (
     to_tiles,
     zero_gated_tokens,
 )
+from .reduce import launch_next_kernel, wait_for_previous_kernel
 from .rows import add_rows, scale_row
 from .signature import kernel, unpack_numbers
 from .tiles import move_tokens
@@ -755,6 +756,8 @@ def linear_query_gradient_kernel(
 
     ``dstates`` has a row for each query head, see :func:`point_to_piece`. This kernel only writes dZ.
     """
+    if V.early:
+        launch_next_kernel()
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     pid = tl.program_id(0)
@@ -786,7 +789,8 @@ def linear_query_state_kernel(
 ):  # fmt: skip
     """Compute dS for each piece and query head. With a causal mask, also compute dZ, using 1/z and dz from p_scales.
 
-    ``dstates`` has a row for each query head, see :func:`point_to_piece`.
+    ``dstates`` has a row for each query head, see :func:`point_to_piece`. If V.early is set, this kernel may run beside
+    linear_query_gradient_kernel.
     """
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
@@ -806,6 +810,8 @@ def linear_query_state_kernel(
     dS, dZ = sum_queries((q, do, scales), side, Z, (empty_state(V=V), dZ), (b, h, begin, end), eps, V=V)
     p_dstate, p_dsums = point_to_piece(dstates, piece, b * G * R + h, B * G * R, V=V)
     store_state(p_dstate, p_dsums, dS, sum_tokens(dZ), V=V)
+    if V.early:
+        wait_for_previous_kernel()  # the next kernel also reads dZ from linear_query_gradient_kernel
 
 
 @kernel

@@ -25,6 +25,7 @@ from ..core.launching import (
     cut_width,
     describe_tables,
     has_ptx,
+    launches_early,
     lay_weight,
     limit_registers,
     materialise_each,
@@ -61,6 +62,7 @@ __all__ = ["backward", "find_saved_shapes", "forward"]
 NO_NEEDS = LinearNeeds()
 COLUMNS = 128  # with at least this many features, o of a causal block is faster with tokens as columns
 WARPGROUP_ROWS = 64  # minimum number of rows of the first factor on Hopper's matrix units
+EARLY = (LinearPass.QUERIES, LinearPass.QUERIES_OMEGA, LinearPass.QUERY_STATE)  # independent, so they may overlap
 FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 
 
@@ -405,7 +407,7 @@ class LaunchInputs:
             ],
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
             memory="sum" if self.log_decay is None else "add", decay_per_head=self.decay_per_head,
-            need_ddecay=need_ddecay,
+            need_ddecay=need_ddecay, early=stage in EARLY and not causal and launches_early(),
         )  # fmt: skip
         return replace_fields(variant, changes), {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
 
@@ -1012,15 +1014,15 @@ def sum_query_states(
 ) -> None:
     """Write dS and, with a causal mask, dZ of each piece and query head to ``dstates``, as in :func:`launch_states`."""
     sizes = inputs.sizes
-    config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
-    variant, _ = config
+    variant, options = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
     args = (
         with_strides(inputs.q, variant), with_strides(inputs.do, variant), inputs.flatten_queries(variant),
         slot_states, scales, dstates, pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    launch_with_fallback(
-        kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, config
-    )
+    if variant.early:
+        options = {**options, "launch_pdl": True}
+    programs = sizes.rows * sizes.repeats * pieces.num_pieces
+    launch_with_fallback(kernels.linear_query_state_kernel, programs, args, (variant, options))
 
 
 def differentiate_causal(

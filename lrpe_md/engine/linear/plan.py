@@ -87,9 +87,9 @@ SHORTEST = 256  # minimum number of tokens in a piece, if there is work for all 
 FEW_PROGRAMS = 256  # just under two per multiprocessor
 LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
 STATE_TO_PART = 4  # a part has at least one token for this many elements of a state
-# State elements that a program of a scan sums, and pieces that the program loads ahead: with many programs, and with
-# few.
-SCAN_TILE, SCAN_TILE_OF_FEW = (1024, 1), (512, 16)
+# State elements that a program of a scan sums, and pieces that the program loads at once. If there are too few programs
+# for all multiprocessors, the second tile is used.
+SCAN_TILE, SCAN_TILE_OF_FEW = (512, 8), (64, 64)
 ONE_PASS = 384  # maximum number of tokens that one program processes in one pass
 # States larger than ONE_PASS_STATE leave few registers for the rest. One pass then only pays off for fewer tokens.
 ONE_PASS_STATE, ONE_PASS_LARGE = 8192, 128
@@ -135,8 +135,8 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
 
 
 def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
-    """Choose how many elements a scan program sums, and how many pieces it loads ahead. ``rows`` counts key heads."""
-    is_few = rows * -(-state // SCAN_TILE[0]) < PROGRAMS
+    """Choose how many elements a scan program sums, and how many pieces it loads at once. ``rows`` counts key heads."""
+    is_few = rows * -(-state // SCAN_TILE[0]) < MULTIPROCESSORS
     return SCAN_TILE_OF_FEW if is_few else SCAN_TILE
 
 
