@@ -307,6 +307,7 @@ def test_invalid_options(footage, tmp_path):
     said = "--reference: expected FRAMESxSIZE, such as 4x8, in multiples of --tubelet 1 and --patch 4, got "
     for wrong in ("8", "4x10", "0x8", "4x8x8"):
         assert said + wrong in refused("--reference", wrong)
+    assert "--reference 1x4: expected more than one patch" in refused("--reference", "1x4")
     assert "--encoding none has no positions to map" in refused("--reference", "4x8", "--encoding", "none")
     said = "--reference 6x8: expected 4 frames, the --frames, because a model that streams can't rescale time, got 6; "
     assert f"{said}pass --reference 4x8" in refused("--reference", "6x8", "--causal")

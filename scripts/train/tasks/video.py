@@ -32,7 +32,7 @@ from ..config import MODEL, Training, changed, check_ignored, check_width, descr
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
 from ..data.records import average_by_class, describe_few, describe_held_out
 from ..data.videos import TASKS, Footage, decode, load_footage, ordered
-from ..encodings import MEMORY_HELP, VIDEOS, Backbone, has_coordinates, restore_arguments
+from ..encodings import MEMORY_HELP, VIDEOS, Backbone, explain_single_patch, has_coordinates, restore_arguments
 from ..loop import Trainer
 from ..order import shuffle, steps_per_epoch
 from ..outcome import placements
@@ -185,6 +185,8 @@ class VideoTraining(Training):
                 f"--reference: expected FRAMESxSIZE, such as {self.frames}x{self.size}, in multiples of --tubelet "
                 f"{self.tubelet} and --patch {self.patch}, got {self.reference}"
             )
+        if frames == self.tubelet and size == self.patch:
+            raise typer.BadParameter(explain_single_patch(self.reference))
         if self.causal and frames != self.frames:
             raise typer.BadParameter(
                 f"--reference {self.reference}: expected {self.frames} frames, the --frames, because a model that "
