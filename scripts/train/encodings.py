@@ -87,6 +87,14 @@ def find_reference(settings: dict[str, Any], frames: int = 0) -> str:
     return f"{frames or trained or settings['frames']}x{size}"
 
 
+def explain_single_patch(reference: str) -> str:
+    """Return the error for a --reference grid of one patch."""
+    return (
+        f"--reference {reference}: expected more than one patch, because a model trained on a single patch has seen "
+        "only one position; pass the size that --weights were trained at"
+    )
+
+
 def split_options(text: str) -> tuple[str, dict[str, Any]]:
     """Split a string such as "rotate:base=100,split=2,3,3" into a name and options.
 
