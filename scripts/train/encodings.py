@@ -248,10 +248,11 @@ class Backbone:
     @property
     def help(self) -> str:
         """Help text of --encoding."""
+        has_axes = "axes" in self.can
         return (
             f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme "
-            "(--import MODULE runs your module, which can register one). Options follow the name, as in "
-            "rotate:base=100,axis_order=major_first."
+            f"{'' if has_axes else 'on one axis '}(--import MODULE runs your module, which can register one). Options "
+            f"follow the name, as in rotate:base=100,{'axis_order=major_first' if has_axes else 'learnable=true'}."
         )
 
     @property

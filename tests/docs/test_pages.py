@@ -35,7 +35,7 @@ PRINTED = {  # expected output by page; the code on other pages prints nothing
     "diffusion.md": ["torch.Size([2, 3, 24, 16])", "torch.Size([2, 3, 16, 16])", "torch.Size([2, 3, 16, 16])"],
     "functions.md": ["True"],
     "index.md": ["torch.Size([2, 3, 281, 64])"],
-    "libraries.md": ["torch.Size([2, 1000])", "True"],
+    "libraries.md": ["torch.Size([2, 1000])", "True", "1.138629436111989"],
     "linear-attention.md": ["torch.Size([2, 8, 281, 64])", "True", "True"],
     "modules.md": ["[('decay', 0.001, 0.05), ('no_decay', 0.001, 0.0), ('frequencies', 0.0001, 0.0)]"],
     "presets.md": ["577"],

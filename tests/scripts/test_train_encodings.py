@@ -216,7 +216,8 @@ def test_help_says_what_it_takes():
     for task in CONFIGS:
         shown = " ".join(invoke(train, task, "--help").output.replace("│", " ").split())
         assert "any preset or registered scheme" in shown
-        assert "rotate:base=100" in shown
+        assert ("any preset or registered scheme on one axis" in shown) == (task == "lm")
+        config(task, re.search(r"as in (rotate:\S+)\.", shown)[1])
 
 
 def test_ablate_tries_every_encoding_before_it_trains_the_first(tmp_path, monkeypatch):
