@@ -33,7 +33,7 @@ def host(row: Any) -> str:
 
 def batches(rows: pd.DataFrame) -> str:
     """Return a sentence with the batch size and the tokens per sample of each model, where the CSV has them."""
-    first = rows.dropna(subset=["tokens"]).drop_duplicates("model")
+    first: Any = rows.dropna(subset=["tokens"]).drop_duplicates("model")
     found = [f"{r.batch:,} × {r.tokens / r.batch:,.0f} tokens ({r.model})" for r in first.itertuples()]
     counted = "not counting class tokens and the text of diffusion models"
     return f"A batch has {', '.join(found)}, {counted}. " if found else ""
