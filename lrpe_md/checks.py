@@ -15,8 +15,8 @@ from .engine.inductor.private import are_transforms_active, is_tracing, num_disp
 
 __all__ = [
     "a_or_an", "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of",
-    "check_reference", "count_axes", "describe_positions", "fleeting", "invalid_positions", "is_finite_number",
-    "is_real", "or_one", "repeat_over_layers", "split_pair", "suggest",
+    "check_reference", "count_axes", "describe_positions", "explain_unknown", "find_similar", "fleeting",
+    "invalid_positions", "is_finite_number", "is_real", "or_one", "repeat_over_layers", "split_pair", "suggest",
 ]  # fmt: skip
 
 
@@ -112,13 +112,26 @@ def a_or_an(noun: str) -> str:
     return f"{'an' if noun[:1] in 'AEIOaeio' else 'a'} {noun}"
 
 
+def find_similar(name: Any, known: Iterable[str]) -> str | None:
+    """Return the known name that a misspelt name or a synonym probably stands for, or None."""
+    if not isinstance(name, str):
+        return None
+    names, synonym = list(known), SYNONYMS.get(name.lower())
+    return synonym if synonym in names else next(iter(get_close_matches(name, names, n=1)), None)
+
+
 def suggest(name: Any, known: Iterable[str]) -> str:
     """Return a hint to append to an error, such as " (did you mean 'rotate'?)", or "" if no known name is similar."""
-    names = list(known)
-    close = get_close_matches(name, names, n=1) if isinstance(name, str) else ()
-    if isinstance(name, str) and (synonym := SYNONYMS.get(name.lower())) in names:
-        close = (synonym,)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = find_similar(name, known)
+    return f" (did you mean {close!r}?)" if close else ""
+
+
+def explain_unknown(argument: str, name: Any, known: Iterable[str], expected: str) -> str:
+    """Return an error about an unknown name. A similar known name comes before ``expected``, which may be long."""
+    close = find_similar(name, known)
+    if close is None:
+        return f"{argument}: expected {expected}, got {name!r}"
+    return f"{argument}: unknown {name!r}; did you mean {close!r}? Expected {expected}"
 
 
 def check_reference(reference: Sequence[int | None], grid: Sequence[int], patch_size: Sequence[int]) -> None:

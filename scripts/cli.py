@@ -166,6 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         # Don't use lrpe_md.checks.suggest, which would import torch.
         close = [f"train {name}"] if name in TRAIN else get_close_matches(name, EVERYTHING, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         known = ", ".join(EVERYTHING)
-        raise SystemExit(f"lrpe-md: expected one of {known}, got {name!r}{hint}. Run `lrpe-md --help`.")
+        raise SystemExit(f"lrpe-md: unknown {name!r}{hint} Expected one of {known}. Run `lrpe-md --help`.")

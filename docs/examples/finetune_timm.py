@@ -2,19 +2,17 @@
 
     python docs/examples/finetune_timm.py --data FOLDER --pretrained --size 384x288
 
-FOLDER contains one folder of images per class; one image in 5 is held out. `adapt_rotary` changes neither weights
-nor their names, so you can load the saved checkpoint into timm's own model, with or without lrpe-md.
+FOLDER contains one folder of images per class; one image in 5 is held out. timm can load the saved weights.
 """
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 import timm
 import torch
 from timm.data import ImageDataset, create_transform
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader, Subset
 
 from lrpe_md import adapt_rotary
 
@@ -42,21 +40,23 @@ def main(argv: list[str] | None = None) -> float:
     if not classes or {"train", "val"} <= set(classes):
         advice = f"train/ and val/; pass --data {args.data / 'train'}" if classes else "none"
         parser.error(f"--data {args.data}: expected a folder for each class, got {advice}")
+    if not all(each.partition("=")[2].isdecimal() for each in args.model_kwargs):
+        parser.error(f"--model-kwargs: expected NAME=INTEGER, such as depth=6, got {' '.join(args.model_kwargs)}")
     kwargs = {name: int(value) for name, value in (each.split("=") for each in args.model_kwargs)}
-    create = partial(timm.create_model, args.model, args.pretrained, num_classes=len(classes))
+    kwargs |= {"num_classes": len(classes), "dynamic_img_size": True}
     try:
-        model = adapt_rotary(create(dynamic_img_size=True, **kwargs)).to(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        parser.error(f"--model {args.model}: {error}; pass a ViT with RoPE (see --help), or read docs/recipe.md")
+        model = adapt_rotary(timm.create_model(args.model, args.pretrained, **kwargs)).to(device)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        remedy = "leave out --pretrained" if isinstance(error, OSError) else "pass a ViT with RoPE (docs/recipe.md)"
+        parser.error(f"--model {args.model}: {error}; {remedy}")
     if height % model.patch_embed.patch_size[0] or width % model.patch_embed.patch_size[1]:
         parser.error(f"--size: expected multiples of {model.patch_embed.patch_size}, the patch size, got {args.size}")
     model.blocks.requires_grad_(not args.head_only)
-    config = timm.data.resolve_model_data_config(model)
-    transform = partial(create_transform, (3, height, width), mean=config["mean"], std=config["std"])
-    seen, held_out = (ImageDataset(str(args.data), transform=transform(is_training=part)) for part in (True, False))
-    split = [len(seen) - len(seen) // 5, len(seen) // 5]
-    train, _ = random_split(seen, split, torch.Generator().manual_seed(0))
-    _, test = random_split(held_out, split, torch.Generator().manual_seed(0))
+    data = timm.data.resolve_model_data_config(model)
+    crops = (create_transform((3, height, width), part, mean=data["mean"], std=data["std"]) for part in (True, False))
+    seen, held_out = (ImageDataset(str(args.data), transform=crop) for crop in crops)
+    order = torch.randperm(len(seen), generator=torch.Generator().manual_seed(0)).tolist()
+    train, test = Subset(seen, order[len(seen) // 5 :]), Subset(held_out, order[: len(seen) // 5])
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=args.lr, weight_decay=0.05)
     cast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     for epoch in range(args.epochs):
@@ -69,8 +69,8 @@ def main(argv: list[str] | None = None) -> float:
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad(), cast:
-            right = [(model(x.to(device)).argmax(-1).cpu() == y) for x, y in DataLoader(test, args.batch)]
-        accuracy = torch.cat(right).float().mean().item()
+            right = torch.cat([model(x.to(device)).argmax(-1).cpu() == y for x, y in DataLoader(test, args.batch)])
+        accuracy = right.float().mean().item()
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, held-out accuracy {accuracy:.1%} at {height}×{width}")
     torch.save(model.state_dict(), args.out)
     return accuracy

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..checks import is_finite_number
 from .scalings import dynamic_ntk_scaling, linear_scaling, llama3_scaling, longrope_scaling, ntk_scaling, yarn_scaling
 from .series import geometric_theta
 
@@ -166,12 +167,7 @@ def rope_frequencies(
     kind = _type(fields)
     if kind not in RULES:
         raise ValueError(f"rope_type: expected one of {tuple(RULES)}, got {kind!r}")
-    width = head_dim if kind in WHOLE else int(head_dim * (fields.get("partial_rotary_factor") or 1.0))
-    if width < 2 or width % 2:
-        raise ValueError(
-            f"head_dim: expected an even number of rotated channels, got {width} of {head_dim} "
-            f"(partial_rotary_factor {fields.get('partial_rotary_factor')})"
-        )
+    width = _rotated_width(fields, head_dim, kind)
     base = fields.get("rope_theta") or base
     if base is None:
         raise ValueError(
@@ -182,6 +178,19 @@ def rope_frequencies(
         theta = geometric_theta(width // 2, base)
         theta, amplitude = RULES[kind](theta, _Model(fields, head_dim, max_position_embeddings, seq_len))
     return theta.to(dtype), amplitude
+
+
+def _rotated_width(fields: Mapping[str, Any], head_dim: int, kind: str) -> int:
+    fraction = fields.get("partial_rotary_factor") or 1.0
+    if not is_finite_number(fraction):
+        raise ValueError(f"partial_rotary_factor: expected a finite positive number, got {fraction!r}")
+    width = head_dim if kind in WHOLE else int(head_dim * fraction)
+    if width < 2 or width % 2:
+        raise ValueError(
+            f"head_dim: expected an even number of rotated channels, got {width} of {head_dim} "
+            f"(partial_rotary_factor {fields.get('partial_rotary_factor')})"
+        )
+    return width
 
 
 def _type(fields: Mapping[str, Any]) -> str:

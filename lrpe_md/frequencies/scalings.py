@@ -248,5 +248,5 @@ def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
 
 def _check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
-        if not 0 < number < math.inf:
-            raise ValueError(f"{name}: expected a finite positive number, got {number}")
+        if isinstance(number, str) or not 0 < number < math.inf:
+            raise ValueError(f"{name}: expected a finite positive number, got {number!r}")

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import suggest
+from ..checks import explain_unknown
 from ..engine.core.call import Act
 from ..engine.encode.validate import check_act
 from ..engine.linear.call import Description, NormalizerName
@@ -127,11 +127,13 @@ def build_encoding(
     elif isinstance(encoding, (Preset, Scheme)) or encoding in list_presets():
         make, usual = _of_preset(encoding, kwargs, head_dim, num_heads)
     elif isinstance(encoding, str) or not callable(encoding):
-        raise ValueError(
-            "encoding: expected 'cosine', 'rotate', 'mixed', 'none', a name from lrpe_md.list_presets(), None, a "
-            "Preset, a Scheme, an nn.Module or a factory (head_dim, num_heads) -> nn.Module, got "
-            f"{encoding!r}{REMEDIES.get(str(encoding)) or suggest(encoding, [*RESERVED, *list_presets()])}"
+        expected = (
+            "'cosine', 'rotate', 'mixed', 'none', a name from lrpe_md.list_presets(), None, a Preset, a Scheme, an "
+            "nn.Module or a factory (head_dim, num_heads) -> nn.Module"
         )
+        remedy = REMEDIES.get(str(encoding), "")
+        known = () if remedy else (*RESERVED, *list_presets())
+        raise ValueError(explain_unknown("encoding", encoding, known, expected) + remedy)
     else:
         make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"
     sharing = sharing or usual
@@ -293,10 +295,8 @@ def encoding_options(encoding: Any) -> set[str]:
 
 def _check_options(kwargs: dict[str, Any], known: set[str], name: str) -> None:
     for key in sorted(kwargs.keys() - known):
-        raise TypeError(
-            f"encoding_kwargs: expected options of {name} ({', '.join(sorted(known))}), got {key!r}"
-            f"{_advise(kwargs) or suggest(key, known)}"
-        )
+        advice, expected = _advise(kwargs), f"options of {name} ({', '.join(sorted(known))})"
+        raise TypeError(explain_unknown("encoding_kwargs", key, () if advice else known, expected) + advice)
 
 
 def _advise(kwargs: dict[str, Any]) -> str:

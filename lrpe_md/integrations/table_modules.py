@@ -232,7 +232,8 @@ def read_formula(path: str, module: nn.Module) -> Formula:
                 return found[0]
     raise ValueError(
         f"{path}: expected a module whose tables are known, got {type(module).__name__}; for a language model, set "
-        "rope_parameters in its configuration; for any other module, scale its frequencies yourself"
+        "rope_parameters in its configuration before you load the model; for any other module, scale its frequencies "
+        "yourself"
     )
 
 

@@ -488,6 +488,11 @@ def adapt(
     vit: Any = model
     kinds = repeat_over_layers("attention", attention, len(blocks), ATTENTIONS)
     attentions = [(i, kind, m) for i, (kind, block) in enumerate(zip(kinds, blocks, strict=True)) for m in block]
+    if normalizer != "unrotated" and "linear" not in kinds:
+        raise ValueError(
+            f"normalizer: expected 'unrotated' (the default) without linear attention, got {normalizer!r}; pass "
+            "attention='linear', or leave out normalizer"
+        )
     _check_linear_layers(vit, kinds, attentions, memory)
     num_axes = getattr(vit, "num_axes", LrpeVisionTransformer.num_axes)
     attn, device = blocks[0][0], next(vit.parameters()).device

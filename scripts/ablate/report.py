@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import typer
 
-from lrpe_md.checks import suggest
+from lrpe_md.checks import explain_unknown
 
 from ..common.folder import ROOT, read_json, write, write_config
 from ..common.markdown import PICTURES, page, write_page
@@ -37,10 +37,8 @@ def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
     """
     names = list(dict.fromkeys(trained))
     if baseline is not None and baseline not in names:
-        raise typer.BadParameter(
-            f"--baseline: expected one of the trained encodings ({', '.join(names)}), got {baseline!r}"
-            f"{suggest(baseline, names)}"
-        )
+        expected = f"one of the trained encodings ({', '.join(names)})"
+        raise typer.BadParameter(explain_unknown("--baseline", baseline, names, expected))
     return BASELINE if baseline is None else baseline
 
 

@@ -20,7 +20,7 @@ import torch
 import typer
 
 from lrpe_md import Scheme, register_scheme
-from lrpe_md.checks import suggest
+from lrpe_md.checks import explain_unknown
 
 from ..cli import reword_warnings
 from ..common.folder import read_json, save_whole, write
@@ -238,11 +238,11 @@ TASKS = {
 }  # fmt: skip
 
 
-def _explain_unknown(config: type[Training], name: str, known: Iterable[str]) -> str:
-    """Return a suggestion for an unknown option, or name the tasks that have this option."""
+def _find_other_tasks(config: type[Training], name: str) -> str:
+    """If only other tasks have this option, return a sentence that names them, to be appended to an error."""
     others = [task for task, other in TASKS.items() if name in {f.name for f in fields(other.config)} - set(CHOSEN)]
     if not others:
-        return suggest(name, known)
+        return ""
     text = f". {name} is an option of {', '.join(others)}"
     if config is digits.DigitsTraining and name in MODEL:
         text += (
@@ -263,10 +263,8 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
             raise typer.BadParameter(f"--set: expected NAME=VALUE, got {each!r}")
         name = name.strip().replace("-", "_")
         if name not in known:
-            raise typer.BadParameter(
-                f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}"
-                f"{_explain_unknown(config, name, known)}"
-            )
+            advice, expected = _find_other_tasks(config, name), f"NAME=VALUE with NAME one of {', '.join(known)}"
+            raise typer.BadParameter(explain_unknown("--set", name, () if advice else known, expected) + advice)
         kind = next((part for part in get_args(hints[name]) if part is not NoneType), hints[name])  # the X of X | None
         try:
             found[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)

@@ -13,6 +13,7 @@ from matplotlib.ticker import EngFormatter
 
 from ..common.markdown import PICTURES, table
 from ..common.plots import ENCODINGS, OKABE_ITO, STYLE, WIDTH, add_legend, plt, save
+from .linear_measure import WORKLOADS
 from .training_report import training, where
 
 LINEAR, SCALING, TRAINING = "benchmark-linear.csv", "linear-scaling.csv", "linear-training.csv"
@@ -59,6 +60,19 @@ def names(rows: Any) -> list[tuple[str, str]]:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
+def describe_workloads(works: Sequence[str]) -> list[str]:
+    """Render a table with a row for each workload."""
+    head = ["workload", "grid", "prefix tokens", "batch", "heads", "head_dim", "activation", "denominator", "mask"]
+    found = []
+    for name in works:
+        if name in WORKLOADS:
+            w = WORKLOADS[name]
+            sizes = (w.prefix, w.batch, w.heads[0], w.head_dim)
+            cells = (*map(str, sizes), w.act, w.normalizer, w.mask)
+            found.append([f"**{name}**", " × ".join(map(str, w.shape)), *cells])
+    return table(head, found)
+
+
 def linear_table(rows: Any) -> str:
     """Render shares and milliseconds, with a row for each implementation and map and a column for each workload."""
     measured: Any = rows[rows.ms.notna()] if len(rows) else rows
@@ -72,6 +86,7 @@ def linear_table(rows: Any) -> str:
         "",
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
+        *describe_workloads(works),
     ]
     for group, (which, title) in itertools.product(group_works(works), PASSES.items()):
         part = measured[(measured["pass"] == which) & measured.workload.isin(group)]

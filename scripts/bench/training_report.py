@@ -31,6 +31,14 @@ def host(row: Any) -> str:
     return " (host)" if row.host_ms > 0.9 * row.ms_p50 else ""
 
 
+def batches(rows: pd.DataFrame) -> str:
+    """Return a sentence with the batch size and the tokens per sample of each model, where the CSV has them."""
+    first: Any = rows.dropna(subset=["tokens"]).drop_duplicates("model")
+    found = [f"{r.batch:,} × {r.tokens / r.batch:,.0f} tokens ({r.model})" for r in first.itertuples()]
+    counted = "not counting class tokens and the text of diffusion models"
+    return f"A batch has {', '.join(found)}, {counted}. " if found else ""
+
+
 def training(file: Path) -> str:
     """Render a table with a row for each encoding, and a column for each model and mode."""
     if not file.exists():
@@ -38,14 +46,14 @@ def training(file: Path) -> str:
     rows = read(file)
     timm = (
         "timm-axial and timm-mixed are compared with timm-none, which is timm's RoPE-ViT without RoPE. timm-none is "
-        "compared with timm's plain ViT. "
+        "compared with timm's plain ViT. In the video layer, timm-axial is compared with the layer without positions. "
     )
     timm *= "timm-none" in set(rows.encoding)
     again = "Rows that end in -again use `keep_encoded=False`, which re-encodes q and k in the backward pass. "
     again *= bool(rows.encoding.str.endswith("-again").any())
     lines = [
         "**Training steps.** The table lists the overhead in time and in peak memory, compared with the same model "
-        f"without position encoding. {timm}{again}{HOW}. {where(rows)}.",
+        f"without position encoding. {timm}{again}{batches(rows)}{HOW}. {where(rows)}.",
         "",
     ]
     columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))
@@ -68,11 +76,15 @@ def backbones(file: Path) -> str:
     if not file.exists():
         return ""
     rows = read(file)
+    fused = (
+        "In eager mode, dit with rotation or cosine is faster than none, because one launch normalises and encodes q "
+        "and k. rotate-norms-first normalises them in separate launches, as none does. "
+    )
+    fused *= "rotate-norms-first" in set(rows.encoding)
     lines = [
         "**Training steps of this project's backbones**, on random data. The table lists millions of patches per "
         "second and peak memory. The changes relative to the same model without position encoding "
-        "(none) are in brackets. "
-        f"{HOW}. To repeat the measurements, run "
+        f"(none) are in brackets. {fused}{batches(rows)}{HOW}. To repeat the measurements, run "
         "`lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv`. "
         f"{where(rows)}.",
         "",
@@ -96,7 +108,7 @@ def adapted(file: Path) -> str:
     lines = [
         "**Models from other libraries** have their published width, a few layers and bfloat16 weights. The table "
         "lists the original model's time per step, in milliseconds. The changes in time and memory with "
-        f"`adapt_rotary` are in brackets. {HOW}. "
+        f"`adapt_rotary` are in brackets. {batches(rows)}{HOW}. "
         f"To repeat the measurements, run `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. "
         f"{where(rows)}.",
         "",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from lrpe_md.checks import suggest
+from lrpe_md.checks import find_similar
 
 __all__ = [
     "LIMIT",
@@ -73,13 +73,17 @@ def plural(number: int, noun: str) -> str:
 
 
 def choose(option: str, wanted: Iterable[str], known: Iterable[str], advice: str = "") -> list[str]:
-    """Return the selected names without duplicates, and reject unknown names. ``advice`` is part of the error."""
+    """Return the selected names without duplicates, and reject unknown names.
+
+    ``advice`` is a sentence of the error.
+    """
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:
         if name not in known:
-            raise typer.BadParameter(
-                f"{option}: unknown {name!r}{suggest(name, known)}{advice}; choose from: {'; '.join(known)}"
-            )
+            close = find_similar(name, known)
+            hint = f"; did you mean {close!r}?" if close else "."
+            more = f"{advice} " if advice else ""
+            raise typer.BadParameter(f"{option}: unknown {name!r}{hint} {more}Choose from: {'; '.join(known)}")
     return names
 
 

@@ -87,6 +87,14 @@ def find_reference(settings: dict[str, Any], frames: int = 0) -> str:
     return f"{frames or trained or settings['frames']}x{size}"
 
 
+def explain_single_patch(reference: str) -> str:
+    """Return the error for a --reference grid of one patch."""
+    return (
+        f"--reference {reference}: expected more than one patch, because a model trained on a single patch has seen "
+        "only one position; pass the size that --weights were trained at"
+    )
+
+
 def split_options(text: str) -> tuple[str, dict[str, Any]]:
     """Split a string such as "rotate:base=100,split=2,3,3" into a name and options.
 
@@ -240,10 +248,11 @@ class Backbone:
     @property
     def help(self) -> str:
         """Help text of --encoding."""
+        has_axes = "axes" in self.can
         return (
             f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme "
-            "(--import MODULE runs your module, which can register one). Options follow the name, as in "
-            "rotate:base=100,axis_order=major_first."
+            f"{'' if has_axes else 'on one axis '}(--import MODULE runs your module, which can register one). Options "
+            f"follow the name, as in rotate:base=100,{'axis_order=major_first' if has_axes else 'learnable=true'}."
         )
 
     @property

@@ -438,15 +438,15 @@ class Trainer:
     def _advise_on_size(self, there: dict[str, Any]) -> str:
         """If the sizes differ, explain how to test or fine-tune the run with the settings ``there`` at this size."""
         here, out = self.settings, self.config.out
-        if "test_size" in here and here.get("size") == there.get("size") and here["test_size"] != there["test_size"]:
-            return f". To test it at this size, pass --weights {out} --steps 1 --lr 0 and another --out"
         sizes = [name for name in ("size", "frames") if name in here]
         if not {"reference", *sizes} <= here.keys() & there.keys() or all(here[name] == there[name] for name in sizes):
             return ""
         advice = find_reference(there, here["frames"] if here.get("causal") else 0)
         reference = f" --reference {advice}" if has_coordinates(here["model"]) else ""
         what = "length or size" if "frames" in here else "size"
-        test = f". To test it at this size, pass --test-sizes {here['size']} instead" if "frames" not in here else ""
+        option = "--test-size" if "frames" in here else "--test-sizes"
+        same_length = here.get("frames") == there.get("frames")
+        test = f". To test it at this size, pass {option} {here['size']} instead" if same_length else ""
         return f"{test}. To fine-tune it at a different {what}, pass --weights {out}{reference} and another --out"
 
     def _as_option(self, setting: str) -> str:

@@ -101,10 +101,13 @@ def build_model(*, attention: str | Sequence[str], depth: int, **arguments: Any)
         depth, arguments: arguments of :class:`LrpeVideoTransformer`.
     """
     names = repeat_over_layers("attention", attention, depth, ("softmax", *get_args(MemoryName)))
+    normalizer = arguments.pop("normalizer", "none")
+    if set(names) != {"softmax"}:
+        arguments["normalizer"] = normalizer
     model = LrpeVideoTransformer(
         depth=depth, causal="frames", class_token=False, global_pool="", qk_norm=True, scale_attn_norm=True,
         attention=["softmax" if name == "softmax" else "linear" for name in names],
-        **{"normalizer": "none", **arguments},
+        **arguments,
     )  # fmt: skip
     blocks: Any = model.blocks
     for name, block in zip(names, blocks, strict=True):

@@ -23,6 +23,7 @@ from ..common.folder import save_whole
 from ..common.options import choose, plural
 from .checkpoint import restore
 from .conditions import build_encoder
+from .data.buckets import parse_size
 from .encodings import restore_arguments
 from .generation import as_images
 from .samplers import SAMPLERS, Sampling, draw_samples
@@ -77,19 +78,14 @@ class Sheet:
         multiple = patch * factor
         if self.size is None:
             return trained, trained
-        found = re.fullmatch(r"(\d+)(?:x(\d+))?", self.size)
-        if found is None:
-            raise typer.BadParameter(
-                f"--size: expected a side or HEIGHTxWIDTH in pixels, such as 96x64, got {self.size!r}"
-            )
-        height, width = int(found[1]), int(found[2] or found[1])
-        if height % multiple or width % multiple or not height * width:
+        height, width = parse_size("--size", self.size, 1)
+        if height % multiple or width % multiple:
             patches = "the model's patch size"
             if factor > 1:
                 patches = f"because a patch has {plural(patch, 'latent')} per side, and a latent {factor} pixels"
             raise typer.BadParameter(
                 f"--size: expected multiples of {multiple}, {patches}, got {self.size}; the next valid size is "
-                f"{max(1, math.ceil(height / multiple)) * multiple}x{max(1, math.ceil(width / multiple)) * multiple}"
+                f"{math.ceil(height / multiple) * multiple}x{math.ceil(width / multiple) * multiple}"
             )
         return height, width
 

@@ -35,6 +35,7 @@ NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
 LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
 # Norms after attention. `train` adds them to models with linear layers.
 NORMS = (".attn.norm.", ".image.norm.", ".text.norm.")
+PREFIX = ("cls_token", "reg_token")
 SIZES = ("patch", "dim", "depth", "heads", "qk_norm")
 FREE = ("encoding", "attention", "memory")  # model options that may differ, unless they change the weights' names
 # Maps a kind of condition to the name of the condition and how to train with it.
@@ -66,7 +67,7 @@ def start_from(
             these cases, the model is unchanged.
     """
     found, before = _read(path)
-    digest = digest_of(found)
+    digest, grid = digest_of(found), _find_trained_grid(before, found)
     is_image = getattr(found.get("patch_embed.proj.weight"), "ndim", 0) == 4
     own = model.state_dict()
     found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
@@ -89,8 +90,8 @@ def start_from(
     if wrong or heads:
         details = f" ({'; '.join(sorted(wrong)[:3])})" if wrong else ""
         raise typer.BadParameter(
-            f"--weights {path}: the weights are for a different architecture{details}; "
-            f"{_advise(before, settings or {}, options, heads)}"
+            f"--weights {path}: {_advise(before, settings or {}, options, heads)}. The weights are for a different "
+            f"architecture{details}"
         )
     model.load_state_dict(fits, strict=False)
     if PartialState().is_main_process:
@@ -101,8 +102,8 @@ def start_from(
             ours, trained = ((each or {}).get(name) for each in (settings, before))
             if None not in (ours, trained) and ours != trained:
                 typer.echo(f"{path} was trained with --{name} {trained}; this training uses {ours}", err=True)
-        if (said := _describe_grids(before, settings or {})) is not None:
-            typer.echo(f"{path} was {said}", err=True)
+        if (said := _describe_grids(grid, settings or {}, is_run=bool(before))) is not None:
+            typer.echo(f"{path} {said}", err=True)
         if is_image and (settings or {}).get("motion"):
             typer.echo(
                 f"{path} was trained on images; this training shows only motion. To train on plain frames, pass "
@@ -112,15 +113,35 @@ def start_from(
     return digest
 
 
-def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | None:
-    """Describe the patch grids if those of the runs differ, or return None. This run's --reference sets its grid."""
-    known = {"size", "patch"} <= before.keys() and has_coordinates(_part_of(settings, "model"))
-    if not known or "reference" not in settings:
+def _find_trained_grid(before: dict[str, Any], weights: dict[str, Tensor]) -> tuple[int, ...] | None:
+    """Return the patch grid of a run, or of a position table on a square grid. None means that the grid is unknown."""
+    if {"size", "patch"} <= before.keys():
+        return _find_grid(before)
+    table = weights.get("pos_embed")
+    if before or table is None or table.ndim != 3 or weights["patch_embed.proj.weight"].ndim != 4:
         return None
-    trained, grid = _find_grid(before), _find_grid(settings)
+    number, prefix = table.shape[1], sum(weights[name].shape[1] for name in PREFIX if name in weights)
+    side = next((math.isqrt(n) for n in (number, number - prefix) if n > 0 and math.isqrt(n) ** 2 == n), None)
+    return None if side is None else (side, side)
+
+
+def _describe_grids(trained: tuple[int, ...] | None, settings: dict[str, Any], *, is_run: bool) -> str | None:
+    """Describe the trained patch grid if this training's grid may differ, or return None.
+
+    This training's --reference sets its grid. ``is_run`` is whether the weights come from a run, which records its grid
+    if it has one.
+    """
+    if "reference" not in settings or not has_coordinates(_part_of(settings, "model")):
+        return None
+    if trained is None:
+        if is_run or settings["reference"]:
+            return None
+        size = "FRAMESxSIZE" if "frames" in settings else "SIZE"
+        return f"does not record its image size. If it was trained at another size, also pass --reference {size}"
+    grid = _find_grid(settings)
     if len(grid) == 3 and (settings["causal"] or len(trained) == 2):  # the time axis can't be rescaled, or is new
         trained = grid[0], *trained[-2:]
-    if trained == grid:
+    if trained == grid or max(trained) == 1:
         return None
     frames, (height, width) = trained[:-2], (number * settings["patch"] for number in trained[-2:])
     if frames and height != width:  # --reference of `train video` is square
@@ -130,8 +151,8 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
     given = settings["reference"]
     ours = f"--reference {given} maps positions onto" if given else "this training has"
     return (
-        f"trained with {trained_text} patches; {ours} {grid_text}. To map their positions onto the trained grid, pass "
-        f"--reference {reference}"
+        f"was trained with {trained_text} patches; {ours} {grid_text}. To map their positions onto the trained grid, "
+        f"pass --reference {reference}"
     )
 
 
@@ -269,7 +290,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
     if model.pos_embed is None:
         found.pop("pos_embed", None)
     elif table is not None and model.num_prefix_tokens == 0:
-        prefix = sum(found[name].shape[1] for name in ("cls_token", "reg_token") if name in found)
+        prefix = sum(found[name].shape[1] for name in PREFIX if name in found)
         if math.isqrt(table.shape[1]) ** 2 != table.shape[1]:
             found["pos_embed"] = table[:, prefix:]
     own = model.state_dict().keys()

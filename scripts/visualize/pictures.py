@@ -308,7 +308,7 @@ def _find_schemes(wanted: Sequence[str]) -> dict[str, str | Scheme]:
         else:
             if value in MODULES:
                 raise typer.BadParameter(f"--preset: {value!r} is not a preset; to plot it, pass {MODULES[value]}")
-            advice = "; for your own scheme, pass --import MODULE or a JSON file"
+            advice = "For your own scheme, pass --import MODULE or a JSON file."
             [name] = [scheme] = choose("--preset", [value], list_presets(), advice)
         if name in found:
             raise typer.BadParameter(f"--preset: expected different names, got {name!r} twice; rename the file")

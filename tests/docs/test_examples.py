@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -118,7 +119,21 @@ def test_finetune_timm_rejects_unsuitable_models(tmp_path, capsys, options, mess
     reject("finetune_timm", "--data", tmp_path, *options)
     said = capsys.readouterr().err.splitlines()[-1]
     assert message in said
-    assert said.endswith("; pass a ViT with RoPE (see --help), or read docs/recipe.md")
+    assert said.endswith("; pass a ViT with RoPE (docs/recipe.md)")
+
+
+def test_finetune_timm_explains_other_errors_in_one_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "red").mkdir()
+    for wrong in ("depth", "depth=six", "depth=1=2"):
+        reject("finetune_timm", "--data", tmp_path, "--model-kwargs", wrong)
+        said = f"error: --model-kwargs: expected NAME=INTEGER, such as depth=6, got {wrong}"
+        assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+    module = load("finetune_timm")
+    monkeypatch.setattr(module.timm, "create_model", Mock(side_effect=FileNotFoundError("no connection")))
+    with pytest.raises(SystemExit):
+        module.main(["--data", str(tmp_path), "--pretrained"])
+    said = "error: --model vit_small_patch16_rope_mixed_224: no connection; leave out --pretrained"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
 
 
 def test_finetune_timm_rejects_train_and_val_as_classes(tmp_path, capsys):

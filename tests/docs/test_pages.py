@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -35,7 +36,7 @@ PRINTED = {  # expected output by page; the code on other pages prints nothing
     "diffusion.md": ["torch.Size([2, 3, 24, 16])", "torch.Size([2, 3, 16, 16])", "torch.Size([2, 3, 16, 16])"],
     "functions.md": ["True"],
     "index.md": ["torch.Size([2, 3, 281, 64])"],
-    "libraries.md": ["torch.Size([2, 1000])", "True"],
+    "libraries.md": ["torch.Size([2, 1000])", "True", "1.138629436111989"],
     "linear-attention.md": ["torch.Size([2, 8, 281, 64])", "True", "True"],
     "modules.md": ["[('decay', 0.001, 0.05), ('no_decay', 0.001, 0.0), ('frequencies', 0.0001, 0.0)]"],
     "presets.md": ["577"],
@@ -259,6 +260,38 @@ def test_findings_are_measured(task):
         shown = re.findall(r"(?<![±\d] )\b\d+\.\d+", text)
         assert set(shown) <= measured, attention
         assert shown or attention == "linear"
+
+
+def mean_loss_of_accuracy(comparison, encoding, attention, trained, size):
+    """Return the points that an encoding loses at another size, with positions mapped onto the training grid."""
+    rows = pd.read_csv(ROOT / "scripts" / "results" / f"ablate-{comparison}" / "results.csv", keep_default_na=False)
+    rows = rows[(rows.positions == "rescaled") & (rows.encoding == encoding) & (rows.attention == attention)]
+    means = rows.astype({"value": float}).groupby("size").value.mean()
+    return round(means[trained] - means[size])
+
+
+def test_losses_at_other_sizes_are_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    sizes = ("20x20", "40x40", "56x56", "28x40")
+    images = [mean_loss_of_accuracy("image", "rotate", kind, "28x28", size)
+              for kind in ("softmax", "linear") for size in sizes]  # fmt: skip
+    assert f"rotation loses {min(images)} to {max(images)} points on images" in text
+    rotate, sincos = (
+        mean_loss_of_accuracy("video", name, "softmax", "8x48x48", "16x48x48") for name in ("rotate", "sincos")
+    )
+    assert f"it then loses {rotate} points with softmax attention, and a sine-cosine table {sincos}." in text
+    rotate, sincos = (mean_loss_of_accuracy("digits", name, "softmax", "8x8", "16x16") for name in ("rotate", "sincos"))
+    assert f"rotation {rotate} points and a sine-cosine table {sincos}." in text
+
+
+def test_gains_of_linear_attention_are_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    rows: Any = pd.read_csv(ROOT / "scripts" / "results" / "linear-scaling.csv")
+    rows = rows[(rows.backbone == "vit") & (rows["map"] == "rotate")]
+    speeds = rows.drop_duplicates(["attention", "tokens"], keep="last").set_index(["attention", "tokens"]).tokens_per_s
+    gains = {tokens: round(100 * speeds["linear", tokens] / speeds["softmax", tokens] - 100) for tokens in (256, 1024)}
+    assert f"{gains[256]}% more tokens per second at 256 tokens, {gains[1024]}% more at 1,024" in text
+    assert 1.9 < speeds["linear", 4096] / speeds["softmax", 4096] < 2.1
 
 
 # --- generated pages -------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ CASES = {  # beginning of a symptom: how to reproduce it
     "FailOnRecompileLimitHit: Hard": too_many_graphs,
     "model: expected a timm": lambda: adapt(torch.nn.Linear(2, 2), "rotate"),
     "model: expected a model that calls": lambda: adapt_rotary(torch.nn.Linear(2, 2)),
-    "encoding: expected": lambda: adapt(timm_vit(), "rotat"),
+    "encoding: unknown": lambda: adapt(timm_vit(), "rotat"),
 }
 SOURCES = {  # beginning of a symptom: a part of it that occurs in a package's source
     "expected it to be installed": ("lrpe_md", "expected it to be installed; pip install 'lrpe-md["),

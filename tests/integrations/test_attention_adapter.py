@@ -570,7 +570,7 @@ INVALID = {
     "modules": ({"modules": "block*.attention"}, "modules: expected patterns of names such as blocks.0.attn"),
     "name": ({"name": "blocks"}, "name: expected an attribute that the model does not have, got 'blocks'"),
     "positions": ({"positions": (4, 6)}, r"positions: .*tensor.* got \(4, 6\); .* Grid\(\(4, 6\)\)"),
-    "encoding": ({"encoding": "rotary"}, "encoding: expected 'cosine', 'rotate'"),
+    "encoding": ({"encoding": "rotary"}, r"encoding: unknown 'rotary'; did you mean 'rotate'\? Expected 'cosine'"),
     "layers": ({"encoding": torch.nn.ModuleList([RotateMd(16, 2)])}, "encoding: expected one module for each of 2 att"),
     "none": ({"encoding": None}, "encoding: expected an encoding, got None"),
     "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "expected both as arguments"),

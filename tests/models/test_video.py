@@ -436,7 +436,7 @@ def test_compiled_once_for_all_sizes(kwargs, references):
         ({"encoding": "dinov3"}, "encoding: expected a preset with 3 axes, got 'dinov3' with 2"),
         ({"encoding": "flux2", "embed_dim": 64}, "encoding: expected a preset with 3 axes, got 'flux2' with 4"),
         ({"encoding": "rotate", "encoding_kwargs": {"remainder": 0}}, "remainder: expected None without split"),
-        ({"encoding": "wann"}, r"encoding: expected .*got 'wann' \(did you mean 'wan'"),
+        ({"encoding": "wann"}, r"encoding: unknown 'wann'; did you mean 'wan'\? Expected"),
         ({"encoding": "hunyuan_video"}, "head_dim: hunyuan_video doesn't support 48"),
         ({"encoding": "rotate", "encoding_kwargs": {"split": (5, 6, 6)}}, "num_channels: expected a multiple of 17"),
     ],

@@ -634,10 +634,14 @@ def test_errors_of_adapt_name_what_was_mixed_up():
     with pytest.raises(TypeError, match="got a ResNet, which has no attention"):
         adapt(timm.create_model("resnet18"), "rotate")
     for encoding, hint in (("rotate-mixed", "mixed"), ("lrpe", "cosine")):
-        with pytest.raises(ValueError, match=rf"got '{encoding}' \(did you mean '{hint}'\?\)"):
+        with pytest.raises(ValueError, match=rf"^encoding: unknown '{encoding}'; did you mean '{hint}'\? Expe"):
             adapt(model, encoding)
-    with pytest.raises(TypeError, match=r"got 'theta' \(did you mean 'base'\?\)"):
+    with pytest.raises(TypeError, match=r"^encoding_kwargs: unknown 'theta'; did you mean 'base'\? Expected opt"):
         adapt(model, "rotate", encoding_kwargs={"theta": 100})
+    for normalizer in ("none", "encoded"):
+        message = rf"without linear attention, got '{normalizer}'; pass attention='linear', or leave out normalizer"
+        with pytest.raises(ValueError, match=message):
+            adapt(model, "rotate", normalizer=normalizer)
     for absolute, hint in (("none", "drop"), ("learned", "keep")):
         with pytest.raises(ValueError, match=rf"got '{absolute}'; pass '{hint}'"):
             adapt(model, "rotate", absolute)
@@ -1032,7 +1036,7 @@ def test_hybrid_embeddings_of_any_size(name, size):
 
 def test_argument_errors():
     for kwargs, match in (
-        ({"encoding": "rope"}, r"encoding: expected 'cosine'.*got 'rope'"),
+        ({"encoding": "rope"}, r"encoding: unknown 'rope'; did you mean 'rotate'\? Expected 'cosine'"),
         (
             {"encoding": "linear"},
             r"got 'linear'; pass an encoding such as 'rotate', and attention='linear' to adapt\(\)",
@@ -1080,7 +1084,7 @@ def snapshot(model):
         ({"block_fn": ParallelScalingBlock}, {"encoding": "cosine"}, r"model: expected blocks of Block"),
         ({"attn_layer": DiffAttention}, {"encoding": "cosine"}, r"DiffAttention"),
         ({"attn_layer": GatedAttention}, {"encoding": "cosine"}, r"GatedAttention"),
-        ({}, {"encoding": "rope"}, r"encoding: expected"),
+        ({}, {"encoding": "rope"}, r"encoding: unknown 'rope'"),
         ({}, {"encoding": "cosine", "absolute": "sincos"}, r"absolute: expected 'keep' or 'drop'"),
         ({}, {"encoding": "cosine", "absolute": "linear"}, r"got 'linear'; pass attention='linear'"),
         ({}, {"encoding": "cosine", "attention": "linear", "normalizer": "x"}, r"normalizer"),

@@ -56,6 +56,7 @@ def test_tables_and_plots(folder):
     assert "| **lrpe-md, rotate** | 0.90 (1.111) |" in text
     assert "| **lrpe-md, no positions** |" in text
     assert "* diffusers, sana, rotate: no room" in text
+    assert "| **causal128-long** | 32768 | 0 | 1 | 16 | 128 | relu | unrotated | causal |" in text
     assert "| vit | 256 | " in text
     assert f"({linear_scaling.RECOMPUTED})" in text
     assert "| vit | 262,144 | left out | " in text

@@ -305,7 +305,8 @@ def test_another_mode_is_another_column_of_the_report(tmp_path: Path):
 def test_report_of_the_backbones(tmp_path: Path):
     file = tmp_path / "backbones.csv"
     assert report.backbones(file) == ""
-    one = {"model": "dit", "baseline": "none", "tokens": 16384, "gpu": "G", "versions": "torch 2", "commit": "00123"}
+    one = {"model": "dit", "baseline": "none", "batch": 64, "tokens": 16384}
+    one |= {"gpu": "G", "versions": "torch 2", "commit": "00123"}
     names = ("mode", "encoding", "ms_p50", "ratio_p50", "peak_gib", "memory_ratio", "host_ms")
     rows = [
         ("eager", "none", 20.0, 1, 2, 1, 19),
@@ -316,6 +317,7 @@ def test_report_of_the_backbones(tmp_path: Path):
     pd.DataFrame([{**one, **dict(zip(names, row, strict=True))} for row in rows]).to_csv(file, index=False)
     lines = report.backbones(file).splitlines()
     assert lines[0].endswith("G, torch 2, commit 00123.")
+    assert "A batch has 64 × 256 tokens (dit)" in lines[0]
     assert lines[2:] == [
         "|  | eager | compiled |",
         "| --- | ---: | ---: |",

@@ -111,7 +111,7 @@ def test_program_starts_in_a_new_process():
 
 def test_a_training_command_without_train():
     assert tuple(COMMANDS) == cli.TRAIN
-    with pytest.raises(SystemExit, match=r"got 'sample' \(did you mean 'train sample'\?\)"):
+    with pytest.raises(SystemExit, match=r"^lrpe-md: unknown 'sample'; did you mean 'train sample'\? Expected one of"):
         cli.main(["sample", "runs/lm"])
 
 
@@ -121,7 +121,7 @@ def test_usage_and_an_unknown_program(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in cli.PROGRAMS)
     monkeypatch.setattr(sys, "argv", ["lrpe-md", "fly"])
-    with pytest.raises(SystemExit, match=r"expected one of train, ablate, visualize, info, bench, .*, got 'fly'"):
+    with pytest.raises(SystemExit, match=r"unknown 'fly'\. Expected one of train, ablate, visualize, info, bench, "):
         cli.main()
 
 

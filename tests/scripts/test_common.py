@@ -13,7 +13,7 @@ from lrpe_md.scripts.common import devices, folder, options, provenance
 
 def test_choose_keeps_the_order_and_removes_duplicates():
     assert options.choose("--modes", ["b", "a", "b"], "abc") == ["b", "a"]
-    with pytest.raises(typer.BadParameter, match="--modes: unknown 'd'; choose from: a; b; c"):
+    with pytest.raises(typer.BadParameter, match=r"--modes: unknown 'd'\. Choose from: a; b; c"):
         options.choose("--modes", ["a", "d"], "abc")
 
 

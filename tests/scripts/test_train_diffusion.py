@@ -163,8 +163,8 @@ BAD = {
         r"green1.png can't be read as an image",
         lambda f: [(f / "green1.png").write_bytes((f / "green1.png").read_bytes()[:50]), load(f)],
     ),
-    "unknown field": (r"--without even: metadata.jsonl, line 1 has only file_name", lambda f: load(f, without="even")),
-    "misspelt field": (r"has only .* \(did you mean 'odd'\?\); pass one of", lambda f: load(f, without="odds")),
+    "unknown field": (r"--without even: .*line 1 has no such field; pass one of", lambda f: load(f, without="even")),
+    "misspelt field": (r"has no such field \(did you mean 'odd'\?\); pass one", lambda f: load(f, without="odds")),
     "no table": (
         r"--without odd: expected a table such as metadata.jsonl with this field in --data .*, found none; add one, or",
         lambda f: [(f / "metadata.jsonl").unlink(), load(f, without="odd")],

@@ -430,17 +430,15 @@ def by_class(data, tmp_path_factory) -> Path:
 
 OTHERS = {
     "condition": ({"condition": "none"}, "class labels, and this training has no condition: pass --condition labels"),
-    "patch": ({"patch": 4}, r"\(32, 12\) in the file and \(32, 48\) in the model\); pass --patch 2$"),
-    "several": ({"dim": 64, "depth": 2, "heads": 4}, "pass --dim 32 --depth 1 --heads 2$"),
-    "mlp": ({"mlp": "swiglu", "encoding": "none"}, "pass --mlp gelu$"),
+    "patch": ({"patch": 4}, r"pass --patch 2\. .*\(32, 12\) in the file and \(32, 48\) in the model\)$"),
+    "several": ({"dim": 64, "depth": 2, "heads": 4}, r"pass --dim 32 --depth 1 --heads 2\. The weights are for a dif"),
+    "mlp": ({"mlp": "swiglu", "encoding": "none"}, r"pass --mlp gelu\. The weights are for a different architecture"),
 }
 
 
 @pytest.mark.parametrize(("changes", "message"), OTHERS.values(), ids=list(OTHERS))
 def test_weights_of_another_model_name_the_options(data, by_class, tmp_path, changes, message):
-    with pytest.raises(
-        typer.BadParameter, match=f"--weights .*: the weights are for a different architecture.*{message}"
-    ):
+    with pytest.raises(typer.BadParameter, match=f"--weights .*: (it was trained with )?{message}"):
         diffusion.run(config(data["labels"], tmp_path / "out", **{"patch": 2, "weights": str(by_class), **changes}))
     assert not (tmp_path / "out").exists()
 
@@ -451,7 +449,7 @@ def test_weights_of_another_condition(data, by_class, tmp_path):
         diffusion.run(config({"data": data["features"]["data"], **PIXELS}, tmp_path / "out", weights=str(by_class)))
     fewer = write_classes(tmp_path / "fewer")
     shutil.rmtree(fewer / "red")
-    with pytest.raises(typer.BadParameter, match="; pass data with its 3 classes, or leave out --weights"):
+    with pytest.raises(typer.BadParameter, match=r": pass data with its 3 classes, or leave out --weights\."):
         diffusion.run(config({"data": fewer, **PIXELS}, tmp_path / "out", weights=str(by_class)))
 
 
@@ -628,7 +626,7 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        ("labels", ["--prompt", "rde"], "--prompt: unknown 'rde' (did you mean 'red'?); choose from: blue; green; red"),
+        ("labels", ["--prompt", "rde"], "--prompt: unknown 'rde'; did you mean 'red'? Choose from: blue; green; red"),
         ("labels", ["--prompt", "3"], "--prompt: unknown '3'"),
         (
             "none",

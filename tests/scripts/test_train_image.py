@@ -35,7 +35,7 @@ from PIL import Image
 from torch import nn
 from train_commands import die_after, flags, output_of, with_options
 
-from lrpe_md import CosineMd, Grid
+from lrpe_md import CosineMd, Grid, adapt
 
 SMALL = {
     "steps": 24, "batch": 16, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 4, "save_every": 8,
@@ -256,7 +256,9 @@ def test_images_that_are_not_square(tmp_path, stream):
     model = load_run(config.out)
     assert model.patch_embed.grid_size == (2, 3)
     larger = {**options, "size": "16x24", "weights": str(config.out), "reference": "8x12", "test_sizes": ""}
-    train_image.run(ImageTraining(data=tmp_path / "data", out=tmp_path / "fine", stream=stream, **larger))
+    fine = train_image.run(ImageTraining(data=tmp_path / "data", out=tmp_path / "fine", stream=stream, **larger))
+    assert (fine["size"], fine["reference"], fine["weights"]) == ("16x24", "8x12", str(config.out))
+    assert fine["export"][2:] == ["model.reference = (2, 3)"]
     assert load_run(tmp_path / "fine").reference == (2, 3)
 
 
@@ -289,6 +291,11 @@ def test_training_learns_the_classes(data, tmp_path, capsys):
     assert losses[-1] < 0.6 * losses[0]
     assert result["step_ms"] > 0
     assert (result["tokens"], result["train_images"], result["chance"]) == (64, 48, 50)
+    assert (result["size"], result["reference"], result["weights"]) == ("8", "", "")
+    adapted = {"encoding_kwargs": {"base": 100}, "attention": "linear", "normalizer": "none"}
+    assert (
+        result["export"][1] == f"model = adapt(model, 'rotate', {', '.join(f'{k}={v!r}' for k, v in adapted.items())})"
+    )
     accuracy = result["accuracy"]
     assert list(accuracy["extrapolated"]) == list(accuracy["rescaled"]) == ["8x8", "12x12", "8x12"]
     assert accuracy["extrapolated"]["8x8"] == accuracy["rescaled"]["8x8"] == 100
@@ -420,6 +427,36 @@ def test_every_encoding_learns_positions(attention, data, tmp_path):
         if "mixed" in name or "phase" in name:  # one per head
             module = model.encoding if isinstance(model.encoding, CosineMd) else model.encoding[1]
             assert module.num_heads == 2
+
+
+@pytest.mark.parametrize("attention", [*IMAGES.attentions, "linear,softmax"])
+def test_lines_in_the_result_build_the_same_model_with_timm(attention, data, tmp_path):
+    """This includes learned frequencies and tables, a reference, and timm models with and without their table."""
+    torch.manual_seed(0)
+    images = load_images(data, 8)
+    own, theirs = {**SMALL, "depth": 2, "qk_norm": True, "reference": 8}, {**TIMM, "weights": "vit.pt"}
+    cases = [
+        *((name, own) for name in IMAGES.encodings),
+        ("wan", own),
+        ("rotate:base=50,split=1,3", SMALL | {"depth": 2}),
+    ]
+    cases += [(name, options) for name in ("cosine-silu", "rotate-mixed", "learned") for options in (TIMM, theirs)]
+    for name, options in cases:
+        if name in ("none", "learned"):
+            options = {key: value for key, value in options.items() if key != "reference"}
+        config = ImageTraining(data=data, out=tmp_path, encoding=name, attention=attention, **options)
+        arguments = train_image.model_arguments(config, images)
+        model, keep = train_image.build(config, arguments).eval(), bool(config.weights)
+        lines = train_image.list_export_lines(arguments, keep_table=keep)
+        if name == "sincos":  # timm has no such table
+            assert not lines
+            continue
+        model.load_state_dict(random_weights(model))
+        names = {"timm": timm, "adapt": adapt}
+        exec("\n".join(lines), names)
+        names["model"].load_state_dict(model.state_dict())
+        x = torch.randn(2, 1, 64, 32)
+        assert torch.equal(names["model"].eval()(x), model(x)), name
 
 
 def test_phase_rotates_only_keys():
@@ -672,6 +709,40 @@ def test_reference_of_weights_is_suggested_and_trained_with(data, tmp_path, caps
     assert "2×2 patches; this training has 6×6" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("absolute", ["none", "learned"])
+@pytest.mark.parametrize("class_token", [False, True])
+def test_reference_of_plain_weights_is_suggested(absolute, class_token, data, tmp_path, capsys):
+    """Only a position table reveals the grid of weights that don't come from a run."""
+    model = lrpe_vit_tiny_patch16_224(
+        img_size=12,
+        patch_size=4,
+        embed_dim=48,
+        depth=1,
+        num_heads=2,
+        class_token=class_token,
+        absolute=absolute,
+        global_pool="avg",
+    )
+    torch.save(random_weights(model), tmp_path / "w.pt")
+    short = {**SMALL, "data": data, "steps": 1, "test_sizes": "", "weights": str(tmp_path / "w.pt")}
+    said = f"{tmp_path / 'w.pt'} does not record its image size. If it was trained at another size, also pass "
+    expected = f"{said}--reference SIZE\n"
+    if absolute == "learned":
+        said = f"{tmp_path / 'w.pt'} was trained with 3×3 patches; this training has 4×4. To map their positions onto "
+        expected = f"{said}the trained grid, pass --reference 12\n"
+    for encoding, size, reference in (
+        ("rotate", 16, ""),
+        ("rotate", 12, ""),
+        ("rotate", 16, "12"),
+        ("learned", 16, ""),
+    ):
+        out, options = tmp_path / f"{encoding}-{size}-{reference}", {"encoding": encoding, "reference": reference}
+        train_image.run(ImageTraining(out=out, **{**short, "size": size, **options}))
+        is_known = absolute == "learned" and size == 12
+        is_expected = encoding == "rotate" and not reference and not is_known
+        assert (expected in capsys.readouterr().err) == is_expected, (encoding, size, reference)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -682,6 +753,7 @@ def test_reference_of_weights_is_suggested_and_trained_with(data, tmp_path, caps
         ({"dataset": "torch/cifar10", "stream": True}, "--stream: does not work with --dataset"),
         ({"stream": True, "label": "kind", "without": "bad"}, "--without bad: does not work with streamed data"),
         ({"reference": 10}, "--reference: expected a side or HEIGHTxWIDTH in multiples of 4, got '10'"),
+        ({"reference": "4"}, "--reference 4: expected more than one patch, .*; pass the size that --weights were"),
         ({"reference": 8, "encoding": "learned"}, "--encoding learned has no positions to map; leave out --reference"),
     ],
 )
@@ -767,7 +839,7 @@ def test_the_name_of_a_timm_model_as_weights_explains_how_to_save_them():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 24}, r"different architecture \(.* is \(24,.*\) in the file and \(48,.*\) in the model.*--dim"),
+        ({"dim": 24}, r"different architecture \(.* is \(24,.*\) in the file and \(48,.*\) in the model"),
         ({"depth": 2}, r"different architecture \(blocks\.1\..* is only in the file"),
         ({"qk_norm": True}, r"different architecture \(blocks\.0\.attn\..*norm.* is only in the file"),
         ("nothing", "no such file"),
@@ -800,7 +872,7 @@ def test_unsuitable_weights(tmp_path, change, message):
 
 def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     train_image.run(ImageTraining(data=data, out=tmp_path / "run", **{**SMALL, "steps": 1}))
-    with pytest.raises(typer.BadParameter, match="different architecture; pass --heads 2"):
+    with pytest.raises(typer.BadParameter, match=r"run: pass --heads 2\. The weights are for a different arch"):
         start_from(build_model(heads=4), tmp_path / "run")
     timm = {**TIMM, "steps": 1}
     train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # it has 8 heads, but --heads is 3
@@ -810,7 +882,7 @@ def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
         "run": (timm, "--model '' --patch 4 --dim 48"),
     }
     for weights, (other, said) in advice.items():  # a timm model defines its patches
-        with pytest.raises(typer.BadParameter, match=f"; pass {said}"):
+        with pytest.raises(typer.BadParameter, match=f"--weights .*: pass {said}"):
             train_image.run(ImageTraining(data=data, out=tmp_path / "x", **other, weights=str(tmp_path / weights)))
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     state["average"]["head.bias"] += 1

@@ -270,8 +270,8 @@ REFUSED = {
         ["--size", "9x8", "--prompt", "a"],
         "--size: expected multiples of 2, the model's patch size, got 9x8; the next valid size is 10x8",
     ),
-    "no size": (["--size", "big", "--prompt", "a"], "--size: expected a side or HEIGHTxWIDTH in pixels, such as 96x64"),
-    "nothing": (["--size", "0x8", "--prompt", "a"], "--size: expected multiples of 2"),
+    "no size": (["--size", "big", "--prompt", "a"], "--size: expected a side or HEIGHTxWIDTH in pixels, got 'big'"),
+    "nothing": (["--size", "0x8", "--prompt", "a"], "--size: expected a side or HEIGHTxWIDTH in pixels, got '0x8'"),
     "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as in the training captions, got 24"),
     "of text": (
         ["--tokens", "5"],
@@ -287,7 +287,7 @@ REFUSED = {
     "sheet and npz": (["--count", "2", "--npz", "s.npz"], "--out: has no effect, because with --npz, no sheet"),
     "positions": (
         ["--positions", "squeezed", "--prompt", "a"],
-        "--positions: unknown 'squeezed'; choose from: rescaled; extrapolated",
+        "--positions: unknown 'squeezed'. Choose from: rescaled; extrapolated",
     ),
 }
 

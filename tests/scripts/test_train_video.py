@@ -307,6 +307,7 @@ def test_invalid_options(footage, tmp_path):
     said = "--reference: expected FRAMESxSIZE, such as 4x8, in multiples of --tubelet 1 and --patch 4, got "
     for wrong in ("8", "4x10", "0x8", "4x8x8"):
         assert said + wrong in refused("--reference", wrong)
+    assert "--reference 1x4: expected more than one patch" in refused("--reference", "1x4")
     assert "--encoding none has no positions to map" in refused("--reference", "4x8", "--encoding", "none")
     said = "--reference 6x8: expected 4 frames, the --frames, because a model that streams can't rescale time, got 6; "
     assert f"{said}pass --reference 4x8" in refused("--reference", "6x8", "--causal")
@@ -471,9 +472,9 @@ def test_location_of_the_cache(footage, tmp_path, monkeypatch):
         train_once(footage, tmp_path / f"run-{folder and folder[:4]}", cache=cache)
         assert len([path for path in tmp_path.glob("**/*.safetensors") if path.name != "model.safetensors"]) == {
             "none": 0,
-            "auto": 1,
-        }.get(cache, 2)
-        assert folder is None or len(list((tmp_path / folder).iterdir())) == 1
+            "auto": 2,  # a file for each size
+        }.get(cache, 4)
+        assert folder is None or len(list((tmp_path / folder).iterdir())) == 2
 
 
 def test_incomplete_files_in_the_cache_are_deleted(tmp_path):
@@ -553,20 +554,23 @@ def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_p
 
 
 @needs_decoder
-def test_a_finished_run_is_tested_at_another_size(footage, tmp_path):
-    """With a learning rate of 0, a run ends with the weights that it starts from."""
+def test_a_finished_run_is_tested_at_another_size(footage, tmp_path, capsys):
+    """The test size affects neither the training clips nor the weights."""
     first = tmp_path / "first"
-    train_once(footage, first)
-    with pytest.raises(
-        typer.BadParameter, match=r"test-size: was 16, is now 32\); .* settings\. To test it at"
-    ) as raised:
-        train_once(footage, first, test_size=32)
-    assert str(raised.value).endswith(f"this size, pass --weights {first} --steps 1 --lr 0 and another --out")
-    again = {"weights": str(first), "steps": 1, "lr": 0.0}
-    result = train_once(footage, tmp_path / "larger", **again, test_size=32)
+    trained = train_once(footage, first)
+    capsys.readouterr()
+    result = train_once(footage, first, test_size=32)
+    assert "already finished at step 4; evaluating it again, without training" in capsys.readouterr().err
     assert set(result["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8", "4x32x32"}
-    start, end = (torch.load(tmp_path / name / "checkpoint.pt")["average"] for name in ("first", "larger"))
-    assert all(torch.equal(value, end[name]) for name, value in start.items())
+    assert {**result, "accuracy": 0} == {**trained, "accuracy": 0}
+    assert json.loads((first / "result.json").read_text()) == result
+    assert set(train_once(footage, tmp_path / "other", test_size=0)["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8"}
+    weights, other = (torch.load(tmp_path / name / "checkpoint.pt")["model"] for name in ("first", "other"))
+    assert all(torch.equal(value, other[name]) for name, value in weights.items())
+    with pytest.raises(
+        typer.BadParameter, match=r"To test it at this size, pass --test-size 16 instead\. To fine-tune"
+    ):
+        train_once(footage, first, size=16)
 
 
 def test_image_weights_of_a_run_that_shows_motion(tmp_path, capsys):

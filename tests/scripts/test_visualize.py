@@ -599,7 +599,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "expected either --preset or --frequencies"),
     (["-p", "wan", "--frequencies", "axial"], "expected either --preset or --frequencies"),
-    (["-p", "wann"], "--preset: unknown 'wann' (did you mean 'wan'?); for your own scheme, pass --import MODULE or a"),
+    (["-p", "wann"], "--preset: unknown 'wann'; did you mean 'wan'? For your own scheme, pass --import MODULE or a"),
     (["-p", "absent.json"], "--preset: expected a JSON file of Scheme.to_dict(), got 'absent.json': [Errno 2]"),
     (["-p", "wan", "--map", "cosine"], "--map: can't be used with --preset"),
     (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: can't be used with --preset"),
@@ -609,7 +609,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["--frequencies", "axial", "--head-dim", "7"], "--head-dim: expected an even number, got 7"),
     (["-p", "wan", "--head-dim", "7"], "--head-dim: expected an even number, got 7"),
     (["-p", "flux1", "--head-dim", "66"], "--head-dim: flux1 doesn't support 66"),
-    (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
+    (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'. Choose from: png; pdf; svg"),
     (["--frequencies", "mixed", "--axis-order", "major_first"], "--axis-order: can't be used with --freq"),
     (["-p", "eva02", "--shape", "14xx20"], "such as 18x28 or 9x18x28, got '14xx20'"),
     (["-p", "eva02", "--shape", "14x20x"], "got '14x20x'"),

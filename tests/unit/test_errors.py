@@ -358,6 +358,10 @@ BAD = {
         lambda: lrpe_md.preset(lrpe_md.Scheme("x", 64, lrpe_md.Axial((1, 1)), grid=lambda s: s)).positions((3, 4)),
     ),
     "no heads": (ValueError, r"num_heads", lambda: CosineMd(8, 2, num_heads=0)),
+    "tokens before heads in q and k": (
+        ValueError, r"got shape \(2, 12, 2, 8\); for \(B, N, H, D\), pass q\.transpose\(1, 2\)",
+        lambda: lrpe_md.Rotate1d(8)(torch.rand(2, 12, 4, 8), torch.rand(2, 12, 2, 8)),
+    ),
     "offset of a float": (ValueError, r"offset", lambda: lrpe_md.lrpe_rotate_1d(x, theta, offset=1.5)),
     "float offset": (ValueError, r"offset", lambda: lrpe_md.lrpe_rotate_1d(x, theta, offset=torch.rand(2))),
     "frequencies in bfloat16": (TypeError, r"dtype", lambda: CosineMd(8, 2, dtype=torch.bfloat16)),

@@ -120,6 +120,8 @@ def test_yarn_amplitude():
         ({"rope_type": "dynamic", "factor": 2.0}, 64, "max_position_embeddings: .*'dynamic', got None"),
         ({"rope_type": "yarn", "factor": 2.0}, 64, "max_position_embeddings: .*'yarn'"),
         ({"rope_type": "yarn"}, 64, "expected 'factor' for rope_type 'yarn'"),
+        ({"partial_rotary_factor": "0.5"}, 64, "partial_rotary_factor: expected a finite positive number, got '0.5'"),
+        ({"rope_type": "linear", "factor": "4"}, 64, "factor: expected a finite positive number, got '4'"),
         ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}, 64, "expected 'factor' for"),
         ({"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}, 64, "'long_factor'"),
         ({**LLAMA3, "high_freq_factor": None, "factor": 8.0}, 64, "'high_freq_factor'"),

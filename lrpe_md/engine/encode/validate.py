@@ -202,9 +202,12 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, 
     if t.dtype != x.dtype or t.device != x.device:
         raise ValueError(f"{name}: expected q's dtype and device, {x.dtype} on {x.device}, got {t.dtype} on {t.device}")
     if t.shape[0] != x.shape[0] or t.shape[3] != x.shape[3] or not (other_length or t.shape[2] == x.shape[2]):
+        is_tokens_first = (t.shape[0], t.shape[1], t.shape[3]) == (x.shape[0], x.shape[1], x.shape[3])
         raise ValueError(
             f"{name}: expected the same batch, tokens and head_dim as q ({x.shape[0]}, {x.shape[2]}, {x.shape[3]}), "
-            f"got shape {tuple(t.shape)}; for tensors of different lengths, pass separate positions"
+            f"got shape {tuple(t.shape)}; "
+            + ("for (B, N, H, D), pass q.transpose(1, 2) and k.transpose(1, 2); " if is_tokens_first else "")
+            + "for tensors of different lengths, pass separate positions"
         )
 
 

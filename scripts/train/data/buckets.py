@@ -128,7 +128,8 @@ def parse_size(option: str, text: str, by: int) -> Shape:
     """Parse a height and width, such as (28, 40) from "28x40", or (20, 20) from "20"."""
     sides = text.split("x")
     if len(sides) > 2 or not all(s.isdecimal() and int(s) and int(s) % by == 0 for s in sides):
-        raise typer.BadParameter(f"{option}: expected a side or HEIGHTxWIDTH in multiples of {by}, got {text!r}")
+        unit = f"multiples of {by}" if by > 1 else "pixels"
+        raise typer.BadParameter(f"{option}: expected a side or HEIGHTxWIDTH in {unit}, got {text!r}")
     return int(sides[0]), int(sides[-1])
 
 

@@ -95,7 +95,7 @@ def _from_table(
     for line, row in _rows(path, table, read_text(path, table, files[table])):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", field)):
             close = "" if not isinstance(row, dict) or field in row else suggest(field, row)
-            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}{close}")
+            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}{close}, got {row}")
         if not all(_is_text(row[key]) for key in ("file_name", field)):
             raise typer.BadParameter(f"{path}: {table}, line {line}: expected text, got an unpaired surrogate: {row!a}")
         name = (folder / row["file_name"]).as_posix()
@@ -103,8 +103,8 @@ def _from_table(
             raise typer.BadParameter(f"{path}: {table}, line {line}: {row['file_name']} already has a caption")
         if without and without not in row:
             raise typer.BadParameter(
-                f"--without {without}: {table}, line {line} has only {', '.join(row)}{suggest(without, row)}; pass one "
-                "of these fields"
+                f"--without {without}: {table}, line {line} has no such field{suggest(without, row)}; pass one of "
+                f"{', '.join(row)}"
             )
         if without and str(row[without]).lower() in ("true", "1", "yes"):
             skipped.add(name)

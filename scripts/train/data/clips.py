@@ -108,7 +108,13 @@ class LabelledVideos:
 
 
 def load_labelled(
-    paths: Sequence[Path], size: int, *, parts: int, fold: int = 0, cache: Path | None = None
+    paths: Sequence[Path],
+    size: int,
+    *,
+    parts: int,
+    fold: int = 0,
+    cache: Path | None = None,
+    only_held_out: bool = False,
 ) -> LabelledVideos:
     """Decode the videos of a folder with one subfolder per class.
 
@@ -117,6 +123,7 @@ def load_labelled(
         size: height and width after centre-cropping to a square and resizing.
         parts, fold: if there is no test folder, one in ``parts`` videos is held out, based on a hash of the file name.
         cache: folder for decoded frames, shared by all runs.
+        only_held_out: whether to leave out the videos for training.
 
     Raises:
         VideoError: if there is no such folder, there are too few classes, a class has no training videos, a video can't
@@ -154,7 +161,8 @@ def load_labelled(
             f"--data {root}: expected training videos for every class, but found {', '.join(sorted(unseen))} only in "
             f"{roots[1].name}/. Add videos to train/, or remove the class"
         )
-    frames, lengths = decode_all(describe_files([p for p, _ in found]), size, cache)
+    chosen = np.flatnonzero(held_out | (not only_held_out))
+    frames, lengths = decode_all(describe_files([found[i][0] for i in chosen]), size, cache)
     firsts = np.cumsum([0, *lengths[:-1]])
-    labels = np.array([names.index(each) for each in classes])
-    return LabelledVideos(frames, firsts, np.array(lengths), labels, held_out, tuple(names), len(roots) == 2)
+    labels = np.array([names.index(classes[i]) for i in chosen])
+    return LabelledVideos(frames, firsts, np.array(lengths), labels, held_out[chosen], tuple(names), len(roots) == 2)

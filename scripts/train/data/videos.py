@@ -269,7 +269,7 @@ def describe_files(paths: Sequence[Path]) -> tuple[tuple[Path, int, int], ...]:
     return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in ((path, path.stat()) for path in paths))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # the sizes in training and in tests
 def decode_all(
     videos: tuple[tuple[Path, int, int], ...], size: int, cache: Path | None
 ) -> tuple[Tensor, list[int]]:  # fmt: skip

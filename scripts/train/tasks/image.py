@@ -64,10 +64,15 @@ from ..data.images import ImageError, Images, Labelled, is_idx, load_images, loa
 from ..data.pictures import load_classes
 from ..data.records import average_by_class, describe_few, describe_held_out
 from ..data.streams import LabelledStream, is_stream
-from ..encodings import IMAGES, Backbone, has_coordinates
+from ..encodings import IMAGES, Backbone, explain_single_patch, has_coordinates
 from ..loop import Trainer
 from ..outcome import placements
 from ..work import Work, report, train
+
+# Arguments of a run's model that belong to adapt instead of timm.create_model, with adapt's defaults.
+ADAPTED: dict[str, Any] = {"encoding_kwargs": None, "attention": "softmax", "normalizer": "unrotated"}
+
+FLAGS = ("qk_norm", "scale_attn_norm")  # arguments to pass to timm only if they are True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +163,8 @@ class ImageTraining(Training):
                 f"--reference {self.reference}: --encoding {self.encoding} has no positions to map; leave out "
                 "--reference"
             )
+        if self.reference and max(parse_size("--reference", self.reference, self.patch)) == self.patch:
+            raise typer.BadParameter(explain_single_patch(self.reference))
         if not self.model:
             check_width("--dim", self.dim, self.heads)
         if self.max_ratio > 1 and any(height != width for height, width in self.train_sizes):
@@ -255,6 +262,28 @@ def shape_arguments(config: ImageTraining) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def list_export_lines(arguments: dict[str, Any], *, keep_table: bool = False) -> list[str]:
+    """Return the lines of Python that build the model of :func:`build_model` with timm and ``adapt``.
+
+    The state_dict of the built model has the same names. The list is empty for a model that timm can't build, because
+    it has a sinusoidal position table.
+    """
+    given = dict(arguments)
+    absolute, reference = given.pop("absolute", "none"), given.pop("reference", None)
+    if absolute == "sincos":
+        return []
+    name, encoding = given.pop("model", "vit_tiny_patch16_224"), given.pop("encoding") or "none"
+    adapted = {each: given.pop(each) for each in ADAPTED if given.get(each) not in (None, {}, ADAPTED[each])}
+    given = {each: value for each, value in given.items() if each not in ADAPTED and (value or each not in FLAGS)}
+    has_table = absolute == "learned" or ("model" in arguments and keep_table)
+    given |= {"dynamic_img_size": True} if has_table else {"pos_embed": "none", "dynamic_img_size": True}
+    lines = [
+        f"model = timm.create_model({name!r}, {', '.join(f'{each}={value!r}' for each, value in given.items())})",
+        f"model = adapt(model, {encoding!r}{''.join(f', {each}={value!r}' for each, value in adapted.items())})",
+    ]
+    return lines if reference is None else [*lines, f"model.reference = {tuple(reference)}"]
+
+
 def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
     return {**shape_arguments(config), "in_chans": data.channels, "num_classes": data.num_classes}
 
@@ -287,9 +316,9 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
         raise ValueError(
             "absolute: expected 'none' or 'learned' for a timm model, which has a learned position table, got 'sincos'"
         )
-    adapted = {name: given.pop(name) for name in ("encoding_kwargs", "attention", "normalizer") if name in given}
+    adapted = {name: given.pop(name) for name in ADAPTED if name in given}
     encoding, name = given.pop("encoding"), given.pop("model")
-    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some models set these
+    flags = {flag: True for flag in FLAGS if given.pop(flag, False)}  # some models set these
     depth = {"depth": given.pop("depth")} if "depth" in given else {}
     model = create_model(name, pretrained=False, dynamic_img_size=True, **flags, **depth, **given)
     return adapt(model, encoding, "keep" if keep_table or absolute == "learned" else "drop", **adapted)
@@ -464,9 +493,11 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
-            "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
+            "encoding": config.encoding, "attention": config.attention, "seed": config.seed, "size": config.size,
+            "reference": config.reference, "weights": config.weights,
             "train_images": len(data.train), "test_images": len(test), "chance": 100 / data.num_classes,
             "tokens": patches(config), "read_size": list(test_size), **evaluate(config, test, trainer, data.classes),
+            "export": list_export_lines(arguments, keep_table=bool(config.weights)),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:

@@ -32,7 +32,7 @@ from ..config import MODEL, Training, changed, check_ignored, check_width, descr
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
 from ..data.records import average_by_class, describe_few, describe_held_out
 from ..data.videos import TASKS, Footage, decode, load_footage, ordered
-from ..encodings import MEMORY_HELP, VIDEOS, Backbone, has_coordinates, restore_arguments
+from ..encodings import MEMORY_HELP, VIDEOS, Backbone, explain_single_patch, has_coordinates, restore_arguments
 from ..loop import Trainer
 from ..order import shuffle, steps_per_epoch
 from ..outcome import placements
@@ -47,7 +47,7 @@ class VideoTraining(Training):
 
     Cost: a step shows each of --batch clips with two labels. By default, there are 1,500 steps of 64 times 288 tokens
     and 2.7 M parameters. They take 35 to 70 seconds on an H200 shared with six other runs, and hours on a CPU. Videos
-    take 12 kB per frame at 64×64.
+    take 7 kB per frame at 48×48, and another 12 kB at the test size, 64×64.
 
     Expect: with --encoding none and space-only, the accuracy is exactly at chance level (50% for arrow, 4.2% for order)
     at any length, except for ties, because these models can't see the order of frames. Cosine without a phase is
@@ -92,7 +92,10 @@ class VideoTraining(Training):
         "dense", "Frames of a clip with --task labels: dense (one in --every), or uniform (over the whole video)."
     )
     size: int = option(48, "Height and width of a clip in training, in pixels.")
-    test_size: int = option(64, "Additional test size, in pixels; 0 tests only at --size.", least=0, off=True)
+    test_size: int = option(
+        64, "Additional test size, in pixels; 0 tests only at --size. To test a finished run at another size, repeat "
+        "its command with a different --test-size.", least=0, off=True, free=True,
+    )  # fmt: skip
     reference: str = option(
         "", "FRAMESxSIZE, such as 8x48: interpolate positions to the grid of clips of this length and size. To "
         "fine-tune at a different length or size, pass those that --weights were trained at. With --causal, only "
@@ -185,6 +188,8 @@ class VideoTraining(Training):
                 f"--reference: expected FRAMESxSIZE, such as {self.frames}x{self.size}, in multiples of --tubelet "
                 f"{self.tubelet} and --patch {self.patch}, got {self.reference}"
             )
+        if frames == self.tubelet and size == self.patch:
+            raise typer.BadParameter(explain_single_patch(self.reference))
         if self.causal and frames != self.frames:
             raise typer.BadParameter(
                 f"--reference {self.reference}: expected {self.frames} frames, the --frames, because a model that "
@@ -305,14 +310,17 @@ def conditions(config: VideoTraining) -> list[tuple[int, int]]:
     return [(config.frames, config.size), (2 * config.frames, config.size), *larger]
 
 
-def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[str, Any]:
-    """Return the accuracies at all test lengths and sizes, measured on the same clips."""
-    model, starts = trainer.averaged, held_out_starts(config, footage)
+def evaluate(config: VideoTraining, footage: dict[int, Footage], trainer: Trainer) -> dict[str, Any]:
+    """Return the accuracies at all test lengths and sizes, measured on the same clips.
+
+    ``footage`` contains the same frames at each size.
+    """
+    model, starts = trainer.averaged, held_out_starts(config, footage[config.size])
     video: Any = model
     return {
         positions: {
             f"{frames}x{size}x{size}": accuracy(
-                config, model, footage, starts, frames, size, trainer.accelerator.autocast
+                config, model, footage[size], starts, frames, size, trainer.accelerator.autocast
             )
             for frames, size in conditions(config)
         }
@@ -361,7 +369,8 @@ def read_clip(path: Path, settings: dict[str, Any], *, whole: bool = False) -> T
 
     whole: instead of the central clip, return all frames, --every apart and in whole tubelets.
     """
-    frames, first = decode(path, max(settings["size"], settings["test_size"])), np.zeros(1, np.int64)
+    read_size = max(settings["size"], settings.get("test_size", 0))  # earlier versions read clips at the largest size
+    frames, first = decode(path, read_size), np.zeros(1, np.int64)
     videos = LabelledVideos(frames, first, np.array([len(frames)]), first, np.array([True]), ("",))
     kind = settings["sampling"] if settings["task"] == "labels" else "dense"
     number, tubelet = settings["frames"], settings["tubelet"]
@@ -373,9 +382,11 @@ def read_clip(path: Path, settings: dict[str, Any], *, whole: bool = False) -> T
 
 
 def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
-    size = max(config.size, config.test_size)
-    videos = load_labelled(config.data, size, parts=config.parts, fold=config.fold, cache=config.cache_folder)
-    videos = videos.to(device)
+    load = partial(load_labelled, config.data, parts=config.parts, fold=config.fold, cache=config.cache_folder)
+    videos = load(config.size).to(device)
+    by_size = {config.size: videos}
+    if config.test_size not in (0, config.size):
+        by_size[config.test_size] = load(config.test_size, only_held_out=True).to(device)
     train = np.flatnonzero(~videos.held_out)
     if config.is_new:
         steps_per_epoch(len(train), config.batch)  # check before anything is written
@@ -398,7 +409,7 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     arguments = model_arguments(config, len(videos.names))
 
     def find(trainer: Trainer, frames: int, size: int) -> np.ndarray:
-        return find_right(config, trainer.averaged, videos, frames, size, trainer.accelerator.autocast)
+        return find_right(config, trainer.averaged, by_size[size], frames, size, trainer.accelerator.autocast)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         right = {
@@ -429,10 +440,12 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
     if config.task == "labels":
         return prepare_labelled(config, device)
     model, span = build(config), config.frames * config.every
-    footage = load_footage(
-        config.data, max(config.size, config.test_size), segment=config.segment, parts=config.parts,
-        fold=config.fold, gap=2 * span, span=span, device=device, cache=config.cache_folder,
+    load = partial(
+        load_footage, config.data, segment=config.segment, parts=config.parts, fold=config.fold, gap=2 * span,
+        span=span, device=device, cache=config.cache_folder,
     )  # fmt: skip
+    by_size = {size: load(size) for _, size in conditions(config)}
+    footage = by_size[config.size]
     starts = torch.from_numpy(footage.starts(span, held_out=False)).to(device)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
@@ -440,7 +453,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
             "space_time": config.space_time, "seed": config.seed, "chance": 100 / TASKS[config.task].num_classes,
             "classes": list(TASKS[config.task].classes), "test_clips": len(held_out_starts(config, footage)),
-            "accuracy": evaluate(config, footage, trainer), "tokens": patches(config),
+            "accuracy": evaluate(config, by_size, trainer), "tokens": patches(config),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
