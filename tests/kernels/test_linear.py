@@ -206,20 +206,39 @@ def test_one_pass_of_many_tokens_needs_a_small_state(v_dim, features, longest):
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=str)
-@pytest.mark.parametrize("tokens", [15, 16, 17, 35])
-def test_states_of_many_pieces(tokens, heads, monkeypatch):
-    """With pieces of one token, the sums of states keep 16 loads in flight, and then load the rest one by one."""
+@pytest.mark.parametrize("many_heads", [False, True])
+@pytest.mark.parametrize("tokens", [15, 16, 65])
+def test_states_of_many_pieces(tokens, many_heads, heads, monkeypatch):
+    """With pieces of one token, sums of states load 4 or 64 pieces at once, and mask those that don't exist."""
     for name, value in (("ONE_PASS", 0), ("SHORTEST", 1), ("PIECE", 1), ("PROGRAMS", 10**6)):
         monkeypatch.setattr(linear_plan, name, value)
     call_cache.clear()
-    assert linear_plan.choose_scan_tile(2, 1024) == (512, 16)
+    if many_heads:
+        monkeypatch.setattr(linear_plan, "MULTIPROCESSORS", 1)
+    assert linear_plan.choose_scan_tile(2, 1024) == ((512, 4) if many_heads else (64, 64))
     assert_within_budget(LinearCase(shape=(tokens,), prefix=0, batch=1, heads=heads, state=True, return_state=True))
     call_cache.clear()
 
 
 def test_scans_of_many_heads_have_large_tiles():
-    assert linear_plan.choose_scan_tile(768, 8256) == (1024, 1)
-    assert linear_plan.choose_scan_tile(1, 8256) == (512, 16)
+    assert linear_plan.choose_scan_tile(768, 8256) == (512, 4)
+    assert linear_plan.choose_scan_tile(1, 8256) == (64, 64)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+def test_a_single_piece_needs_no_scan(heads, monkeypatch):
+    """The state of a single piece is written in the form that the next kernel reads. Heads of a group are summed."""
+    scans, scan_states = [], linear_launch.scan_states
+    monkeypatch.setattr(
+        linear_launch, "scan_states", lambda *args, **options: scans.append(args) or scan_states(*args, **options)
+    )
+    monkeypatch.setattr(linear_plan, "ONE_PASS", 0)
+    call_cache.clear()
+    assert_within_budget(LinearCase(shape=(40,), heads=heads))
+    assert len(scans) == (0 if heads == (2, 2) else 1), "only the gradient of the state sums over query heads"
+    assert_within_budget(LinearCase(shape=(40,), heads=heads, state=True, return_state=True))
+    assert len(scans) > 1, "an initial state is added by the scan"
+    call_cache.clear()
 
 
 def test_number_of_programs():

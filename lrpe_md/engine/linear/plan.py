@@ -89,7 +89,7 @@ LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
 STATE_TO_PART = 4  # a part has at least one token for this many elements of a state
 # State elements that a program of a scan sums, and pieces that the program loads at once. If there are too few programs
 # for all multiprocessors, the second tile is used.
-SCAN_TILE, SCAN_TILE_OF_FEW = (512, 8), (64, 64)
+SCAN_TILE, SCAN_TILE_OF_FEW = (512, 4), (64, 64)
 ONE_PASS = 384  # maximum number of tokens that one program processes in one pass
 # States larger than ONE_PASS_STATE leave few registers for the rest. One pass then only pays off for fewer tokens.
 ONE_PASS_STATE, ONE_PASS_LARGE = 8192, 128
