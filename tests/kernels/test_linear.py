@@ -197,12 +197,11 @@ def test_few_heads_are_cut_until_multiprocessors_have_work():
     assert linear_plan.cut_outputs(1024, 128, 512) == (2, 512), "two programs on each multiprocessor are enough"
 
 
-@pytest.mark.parametrize(
-    ("v_dim", "features", "longest"), [(32, 64, 384), (48, 96, 384), (64, 128, 384), (72, 72, 128), (128, 256, 128)]
-)
-def test_one_pass_of_many_tokens_needs_a_small_state(v_dim, features, longest):
-    assert linear_launch.fits_one_pass(longest, v_dim, features)
-    assert not linear_launch.fits_one_pass(longest + 1, v_dim, features)
+@pytest.mark.parametrize(("trains", "longest"), [(False, 384), (True, 224)])
+@pytest.mark.parametrize(("v_dim", "features"), [(32, 64), (48, 96), (64, 128), (72, 72), (128, 256)])
+def test_one_pass_needs_few_tokens_and_a_small_state(v_dim, features, trains, longest):
+    assert linear_launch.fits_one_pass(longest, v_dim, features, trains) == (v_dim <= 64)
+    assert not linear_launch.fits_one_pass(longest + 1, v_dim, features, trains)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=str)

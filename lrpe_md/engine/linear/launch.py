@@ -601,7 +601,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     sizes, eps = inputs.sizes, call.attention.eps
     o = like_in_memory(inputs.q, sizes.v_dim)
     with current_device(inputs.q):
-        if is_one_pass(call, sizes, bool(state) or return_state):
+        if is_one_pass(call, sizes, bool(state) or return_state, keep):
             config = inputs.describe_both(LinearPass.FORWARD, [o])
             variant, _ = config
             tensors = (with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, o))
@@ -619,17 +619,21 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     return [o, *final_state, *(slot_states if keep else ())]
 
 
-def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
-    """Return whether one program computes both the state and the outputs of a key head."""
+def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool, trains: bool) -> bool:
+    """Return whether one program computes both the state and the outputs of a key head.
+
+    ``trains`` means that a backward pass follows, or that this is the backward pass.
+    """
     plain = call.attention.mask == "full" and call.cu_seqlens is None and not has_state
-    return plain and fits_one_pass(max(sizes.num_queries, sizes.num_keys), sizes.v_dim, sizes.num_features)
+    num_tokens = max(sizes.num_queries, sizes.num_keys)
+    return plain and fits_one_pass(num_tokens, sizes.v_dim, sizes.num_features, trains)
 
 
-def fits_one_pass(num_tokens: int, v_dim: int, num_features: int) -> bool:
+def fits_one_pass(num_tokens: int, v_dim: int, num_features: int, trains: bool) -> bool:
     """Return whether one pass over ``num_tokens`` tokens is faster than two passes."""
     state = max(NARROWEST, 1 << (v_dim - 1).bit_length()) * (-(-num_features // NARROWEST) * NARROWEST)
-    longest = plans.ONE_PASS if state <= plans.ONE_PASS_STATE else min(plans.ONE_PASS, plans.ONE_PASS_LARGE)
-    return num_tokens <= longest
+    longest = min(plans.ONE_PASS, plans.ONE_PASS_TRAINING) if trains else plans.ONE_PASS
+    return state <= plans.ONE_PASS_STATE and num_tokens <= longest
 
 
 SlotStates = tuple[Any, ...]  # the state that the tokens of each slot see: S (as operands) and Z, or () without a state
@@ -760,7 +764,7 @@ def find_saved_shapes(
     """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward pass."""
     sizes = derive_sizes(call, operands)
     has_state = bool(operands.state) or return_state
-    if is_one_pass(call, sizes, has_state):
+    if is_one_pass(call, sizes, has_state, trains=True):
         return []
     pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, makes_table=False)
     if call.attention.mask == "causal" and pieces.num_pieces == 1 and not has_state:
@@ -889,7 +893,7 @@ def backward(
     gate, state = operands.gate, operands.state
     inputs = LaunchInputs(call, operands, do, needs)
     sizes = inputs.sizes
-    one_pass = is_one_pass(call, sizes, bool(state) or bool(dstate))
+    one_pass = is_one_pass(call, sizes, bool(state) or bool(dstate), trains=True)
     q_pieces, k_pieces = inputs.pieces(of_queries=True), inputs.pieces(of_queries=False)
     q_rows = 1 if one_pass else q_pieces.num_pieces * sizes.repeats
     k_rows = 1 if one_pass else k_pieces.num_pieces
