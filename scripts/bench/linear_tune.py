@@ -51,8 +51,8 @@ class LinearPlace(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Index into STATES. The last tile of a row is for all larger states. The delta rule has no such tile."""
-        is_last = self.width == len(TILES[self.stage]) - 1 and self.stage is not LinearPass.DELTA_KEYS
+        """Index into STATES. The last tile of most rows is for all larger states."""
+        is_last = self.width == len(TILES[self.stage]) - 1 and self.stage not in (*ONE_PASS, LinearPass.DELTA_KEYS)
         return len(STATES) - 1 if is_last else self.width
 
     def __str__(self) -> str:
@@ -66,9 +66,7 @@ class LinearPlace(NamedTuple):
         """Return the problems to time, by name. With ``small``, return faster problems that use the same kernels."""
         chosen, head_dim = MAPS[self.size]
         if self.stage in ONE_PASS:
-            num_features = head_dim * (2 if chosen == "cosine" else 1)
-            few = self.width == 0 or not linear_launch.fits_one_pass(197, head_dim, num_features)
-            names = ("windows" if few else "vit224",)
+            names = ("windows" if self.width == 0 else "vit224",)
         elif self.stage.value.startswith("causal"):
             is_normalized, has_decay = self.stage in NORMALIZED.values(), self.stage in DECAYING.values()
             names = ("causal-relu" if is_normalized else "causal-decay" if has_decay else "causal",)

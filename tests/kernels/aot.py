@@ -349,10 +349,14 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
     narrow = len(re.findall(r"(?:ld|st)\.global\.b16", ptx))
     counted = "0f2F800000" in ptx  # 2^-32
     twice = len(exact & residues)
-    early = sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
     split = [part.count("ld.global") for part in ptx.partition("bar.sync")[::2]]
-    found = {"counted_twice": twice, "counted": counted, "narrow": narrow, "early": early, "split": split}
+    found = {"counted_twice": twice, "counted": counted, "narrow": narrow, "early": find_early(ptx), "split": split}
     return {"remainders": len(exact), **found, "contracted": count_contracted(asm)}
+
+
+def find_early(ptx: str) -> list[str]:
+    """Return the instructions that let the next kernel start before this one ends, or wait for the previous kernel."""
+    return sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
 
 
 def count_contracted(asm: dict[str, Any]) -> int:

@@ -17,6 +17,7 @@ import torch
 import triton
 
 from lrpe_md.engine import kernels
+from lrpe_md.engine.core import launching
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import launch_memory
@@ -117,6 +118,7 @@ def main() -> None:
     on_cuda = target.backend == "cuda"
     has_ptx = linear_launch.has_ptx
     linear_launch.has_ptx = lambda dtype: on_cuda and dtype != torch.float64
+    launching._can_launch_early = lambda: target.arch == 90
     linear_launch.limit_registers = lambda most: {"maxnreg": most} if on_cuda and most else {}
     unique: dict[str, Any] = {}
     cases = {str(i): case for i, case in enumerate(CASES if target.arch == 90 else FEW)}
@@ -137,6 +139,7 @@ def main() -> None:
             kernel=name, case=str(case), label=label, error=error, shared=shared, shuffles=ptx.count("shfl.sync"),
             loads={kind: ptx.count(f"ld.shared.{kind}") for kind in ("b16", "v2.b32", "v4.b32")},
             seconds=round(time.perf_counter() - begin, 2), contracted=aot.count_contracted(asm),
+            early=aot.find_early(ptx),
         )  # fmt: skip
         print(json.dumps(vars(row)), flush=True)
 

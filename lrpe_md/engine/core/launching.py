@@ -17,7 +17,7 @@ from torch import Tensor
 from ...positions.grid import affine_on, grid_coordinates
 from .. import kernels
 from ..kernels.signature import LONG_STRIDE, pack_numbers, pack_strides
-from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
+from .call import Call, Layout, Spec, Tables, Variant, Weights
 from .recording import is_recording
 
 __all__ = [
@@ -296,9 +296,9 @@ def _can_launch_early() -> bool:
     return driver.value >= 12030 and min(capabilities) >= (9, 0)
 
 
-def launches_early(needs: Needs) -> bool:
-    """Return whether the reduction of partial sums may be launched while another kernel is still computing them."""
-    return any(needs) and not is_recording() and _can_launch_early()
+def launches_early() -> bool:
+    """Return whether a kernel may be launched while the previous kernel is still running."""
+    return not is_recording() and _can_launch_early()
 
 
 def has_ptx(dtype: torch.dtype) -> bool:

@@ -62,7 +62,7 @@ def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Nee
     rows = 0 if partials.angles is None else len(partials.angles)
     rows = max(rows, 0 if partials.weights is None else len(partials.weights))
     _launch_reduction(
-        jobs, rows > 0 and launches_early(needs), partials.sums.all_heads
+        jobs, rows > 0 and any(needs) and launches_early(), partials.sums.all_heads
     )  # launching early requires a first pass
     return [out.contiguous() for out in outs]
 

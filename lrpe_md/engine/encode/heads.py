@@ -167,7 +167,7 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     )
     variant = variant._replace(
         block_r=work_plan.tiles, block_n=work_plan.heads, weight_by_head=variant.has_weight or variant.has_bias,
-        early=launches_early(needs),
+        early=any(needs) and launches_early(),
     )  # fmt: skip
     swapped_strides = {name: [(b, n, h, d) for b, h, n, d in group] for name, group in strides.items()}
     num_weights = variant.has_weight + variant.has_bias

@@ -192,7 +192,7 @@ def launch_rows(
     key = dtype, spec.act, bool(xs), bool(dys), needs, aligned, *geometry
     launch = launches.get(key)
     if launch is None:
-        launch = launches[key] = prepare_launch(call, rows, dtype, aligned, needs, launches_early(needs))
+        launch = launches[key] = prepare_launch(call, rows, dtype, aligned, needs, any(needs) and launches_early())
     outs: list[Tensor] = [
         torch.empty_strided(size, stride, dtype=dtype, device=device) if t is None else t
         for t, (size, stride) in zip(given_outs or (None,) * len(launch.outs), launch.outs, strict=True)

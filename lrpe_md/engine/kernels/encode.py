@@ -34,7 +34,7 @@ from .norm import (
     store_weight_gradients,
     zero_weight_gradients,
 )
-from .reduce import launch_second_pass
+from .reduce import launch_next_kernel
 from .signature import kernel, unpack_int32, unpack_numbers
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
 from .tables import load_cos_sin, point_to_tables, split_pair_entries, zero_cos_sin
@@ -572,7 +572,7 @@ def lrpe_kernel(
         map_rows(loaded_rows, (cos, sin), o_n, c0, row_weights, (cos, ()), V=V)
     else:
         if V.early:
-            launch_second_pass()
+            launch_next_kernel()
         BLOCK_N: tl.constexpr = V.block_n
         BLOCK_C: tl.constexpr = V.block_c
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes

@@ -35,7 +35,7 @@ from .norm import (
     take_root,
     zero_weight_gradients,
 )
-from .reduce import launch_second_pass
+from .reduce import launch_next_kernel
 from .rows import add_row_products, add_rows, scale_row, sum_row
 from .signature import kernel, unpack_numbers
 from .tables import point_to_tables
@@ -361,7 +361,7 @@ def heads_kernel(
     if V.map != "none":
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V=V)
     if V.early:
-        launch_second_pass()
+        launch_next_kernel()
     total = ()
     if V.need_dangles:
         for _ in tl.static_range(J):

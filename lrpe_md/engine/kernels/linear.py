@@ -38,6 +38,7 @@ from .features import (
     to_tiles,
     zero_gated_tokens,
 )
+from .reduce import launch_next_kernel, wait_for_previous_kernel
 from .rows import add_rows, scale_row
 from .signature import kernel, unpack_numbers
 from .tiles import move_tokens
@@ -705,14 +706,30 @@ def find_state(p_state, index, row, rows, V: tl.constexpr):
     return p_state + (tl.cast(index, tl.int64) * rows + row) * V.state_size
 
 
+@triton.jit
+def point_to_piece(states, piece, row, rows, V: tl.constexpr):
+    """Return pointers to S and Z of a piece.
+
+    ``states`` is a buffer (P, rows, D_v Ê + sums) and None. If there is only one piece, ``states`` may be the slot that
+    its tokens see: S (rows, D_v Ê) and Z (rows, sums).
+    """
+    p_states, p_sums = states
+    if p_sums is None:
+        p_state = find_state(p_states, piece, row, rows, V=V)
+        return p_state, p_state + V.v_dim * V.num_features
+    else:
+        row = tl.cast(row, tl.int64)
+        return p_states + row * (V.v_dim * V.num_features), p_sums + row * V.num_sums
+
+
 @kernel
-def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute the state of each piece of the tokens. The output has shape (P, B G, D_v Ê + sums)."""
+def linear_state_kernel(k, v, gate, side, states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+    """Compute the state of each piece of the tokens. For ``states``, see :func:`point_to_piece`."""
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
-    p_state = find_state(p_states, piece, b * G + g, B * G, V=V)
-    store_state(p_state, p_state + V.v_dim * V.num_features, S, Z, V=V)
+    p_state, p_sums = point_to_piece(states, piece, b * G + g, B * G, V=V)
+    store_state(p_state, p_sums, S, Z, V=V)
 
 
 @kernel
@@ -733,12 +750,14 @@ def load_slot(p_slots, p_slot_sums, row, V: tl.constexpr):
 
 @kernel
 def linear_query_gradient_kernel(
-    q, do, dq, side, slots, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+    q, do, dq, side, slots, dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
     """Compute dq, the sums for dω, and dZ for each piece and query head.
 
-    p_dstates has shape (P, B H, D_v Ê + sums). This kernel only writes dZ, which is the last part of each row.
+    ``dstates`` has a row for each query head, see :func:`point_to_piece`. This kernel only writes dZ.
     """
+    if V.early:
+        launch_next_kernel()
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     pid = tl.program_id(0)
@@ -749,8 +768,8 @@ def linear_query_gradient_kernel(
     side = (side, load_side(side, b, g, h, V=V))
     dZ, total, dweights = write_query_gradients((q, do, dq), side, state, grads, (b, h, begin, end), eps, V=V)
     store_weight_sums(side, (h * B + b) * P + piece, dweights, V=V)
-    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
-    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, (), sum_tokens(dZ), V=V)
+    p_dstate, p_dsums = point_to_piece(dstates, piece, b * G * R + h, B * G * R, V=V)
+    store_state(p_dstate, p_dsums, (), sum_tokens(dZ), V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
@@ -766,9 +785,13 @@ def point_to_scales(p_scales, b, h, heads, N):
 
 @kernel
 def linear_query_state_kernel(
-    q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+    q, do, side, slots, p_scales, dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS for each piece and query head. With a causal mask, also compute dZ, using 1/z and dz from p_scales."""
+    """Compute dS for each piece and query head. With a causal mask, also compute dZ, using 1/z and dz from p_scales.
+
+    ``dstates`` has a row for each query head, see :func:`point_to_piece`. If V.early is set, this kernel may run beside
+    linear_query_gradient_kernel.
+    """
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
@@ -785,8 +808,10 @@ def linear_query_state_kernel(
         Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V=V)
         dZ = ()
     dS, dZ = sum_queries((q, do, scales), side, Z, (empty_state(V=V), dZ), (b, h, begin, end), eps, V=V)
-    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
-    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, dS, sum_tokens(dZ), V=V)
+    p_dstate, p_dsums = point_to_piece(dstates, piece, b * G * R + h, B * G * R, V=V)
+    store_state(p_dstate, p_dsums, dS, sum_tokens(dZ), V=V)
+    if V.early:
+        wait_for_previous_kernel()  # the next kernel also reads dZ from linear_query_gradient_kernel
 
 
 @kernel
@@ -809,7 +834,7 @@ def linear_key_gradient_kernel(
 
 @triton.jit
 def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
-    """Sum elements o of a row's states over all heads and pieces. V.stages loads are in flight at a time.
+    """Sum elements o of a row's states over all heads and pieces. Load V.stages pieces at once.
 
     ``counts`` is (heads, pieces).
     """
@@ -818,18 +843,13 @@ def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
     BLOCK: tl.constexpr = V.block_c
     AHEAD: tl.constexpr = V.stages
     total = tl.zeros([BLOCK], dtype=tl.float64)
-    num_whole = P // AHEAD * AHEAD
     for r in range(R):
-        for first in range(0, num_whole, AHEAD):
-            tiles = ()
-            for i in tl.static_range(AHEAD):
-                index = (tl.cast(first + i, tl.int64) * rows + row) * R + r
-                tiles += (tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0),)
-            for i in tl.static_range(AHEAD):
-                total += tiles[i]
-        for i in range(num_whole, P):
-            index = (tl.cast(i, tl.int64) * rows + row) * R + r
-            total += tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0)
+        for first in range(0, P, AHEAD):
+            pieces = first + tl.arange(0, AHEAD)
+            index = (pieces.to(tl.int64) * rows + row) * R + r
+            mask = (pieces < P)[:, None] & (o < SIZE)[None, :]
+            tile = tl.load(p_states + index[:, None] * SIZE + o[None, :], mask=mask, other=0.0)
+            total += tl.sum(tile.to(tl.float64), axis=0)
     return total
 
 

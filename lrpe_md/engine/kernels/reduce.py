@@ -10,13 +10,13 @@ from .signature import kernel, unpack_numbers
 
 
 @triton.jit
-def launch_second_pass():
+def launch_next_kernel():
     """Allow the next kernel on the stream to start as soon as all programs have called this function."""
     tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit
-def wait_for_first_pass():
+def wait_for_previous_kernel():
     """Wait until the previous kernel has ended and its results can be read."""
     tl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], tl.int32, False, 1)
 
@@ -62,7 +62,7 @@ def reduce_partial_kernel(jobs: "jobs", V: tl.constexpr):
     BLOCK_C: tl.constexpr = V.block_c
     total = tl.zeros([BLOCK_R, BLOCK_C], dtype=p_source.dtype.element_ty)
     if V.early:
-        wait_for_first_pass()
+        wait_for_previous_kernel()
     for r in range(0, rows, V.block_r):
         mask = (r + o_r < rows)[:, None] & (o_c < width)[None, :]
         total += tl.load(p + (r + o_r).to(tl.int64)[:, None] * step, mask=mask, other=0.0)

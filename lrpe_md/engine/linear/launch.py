@@ -25,6 +25,7 @@ from ..core.launching import (
     cut_width,
     describe_tables,
     has_ptx,
+    launches_early,
     lay_weight,
     limit_registers,
     materialise_each,
@@ -61,6 +62,7 @@ __all__ = ["backward", "find_saved_shapes", "forward"]
 NO_NEEDS = LinearNeeds()
 COLUMNS = 128  # with at least this many features, o of a causal block is faster with tokens as columns
 WARPGROUP_ROWS = 64  # minimum number of rows of the first factor on Hopper's matrix units
+EARLY = (LinearPass.QUERIES, LinearPass.QUERIES_OMEGA, LinearPass.QUERY_STATE)  # independent, so they may overlap
 FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 
 
@@ -123,6 +125,11 @@ class Pieces(NamedTuple):
     @property
     def numbers(self) -> tuple:
         return self.table, pack_numbers(self.length, self.num_tokens)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a single piece contains all tokens. Its state needs no scan, unless there is an initial state."""
+        return self.table is None and self.num_pieces == 1
 
 
 class PieceLengths(NamedTuple):
@@ -400,7 +407,7 @@ class LaunchInputs:
             ],
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
             memory="sum" if self.log_decay is None else "add", decay_per_head=self.decay_per_head,
-            need_ddecay=need_ddecay,
+            need_ddecay=need_ddecay, early=stage in EARLY and not causal and launches_early(),
         )  # fmt: skip
         return replace_fields(variant, changes), {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
 
@@ -594,7 +601,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     sizes, eps = inputs.sizes, call.attention.eps
     o = like_in_memory(inputs.q, sizes.v_dim)
     with current_device(inputs.q):
-        if is_one_pass(call, sizes, bool(state) or return_state):
+        if is_one_pass(call, sizes, bool(state) or return_state, keep):
             config = inputs.describe_both(LinearPass.FORWARD, [o])
             variant, _ = config
             tensors = (with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, o))
@@ -612,17 +619,21 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     return [o, *final_state, *(slot_states if keep else ())]
 
 
-def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
-    """Return whether one program computes both the state and the outputs of a key head."""
+def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool, trains: bool) -> bool:
+    """Return whether one program computes both the state and the outputs of a key head.
+
+    ``trains`` means that a backward pass follows, or that this is the backward pass.
+    """
     plain = call.attention.mask == "full" and call.cu_seqlens is None and not has_state
-    return plain and fits_one_pass(max(sizes.num_queries, sizes.num_keys), sizes.v_dim, sizes.num_features)
+    num_tokens = max(sizes.num_queries, sizes.num_keys)
+    return plain and fits_one_pass(num_tokens, sizes.v_dim, sizes.num_features, trains)
 
 
-def fits_one_pass(num_tokens: int, v_dim: int, num_features: int) -> bool:
+def fits_one_pass(num_tokens: int, v_dim: int, num_features: int, trains: bool) -> bool:
     """Return whether one pass over ``num_tokens`` tokens is faster than two passes."""
     state = max(NARROWEST, 1 << (v_dim - 1).bit_length()) * (-(-num_features // NARROWEST) * NARROWEST)
-    longest = plans.ONE_PASS if state <= plans.ONE_PASS_STATE else min(plans.ONE_PASS, plans.ONE_PASS_LARGE)
-    return num_tokens <= longest
+    longest = min(plans.ONE_PASS, plans.ONE_PASS_TRAINING) if trains else plans.ONE_PASS
+    return state <= plans.ONE_PASS_STATE and num_tokens <= longest
 
 
 SlotStates = tuple[Any, ...]  # the state that the tokens of each slot see: S (as operands) and Z, or () without a state
@@ -631,23 +642,32 @@ SlotStates = tuple[Any, ...]  # the state that the tokens of each slot see: S (a
 def sum_states(inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
     """Return the state that the tokens of each slot see and, if ``returns_final``, the state after the last token."""
     pieces, needed_pieces, _ = inputs.parts(returns_final)
-    states = form_states(inputs, needed_pieces, returns_final)
-    return scan_states(inputs, states, pieces, state, returns_final)
+    if pieces.is_whole and not state and not returns_final:
+        slot_states = allocate_slots(inputs, 1)
+        launch_states(inputs, slot_states, pieces, False)
+        return slot_states, []
+    return scan_states(inputs, form_states(inputs, needed_pieces, returns_final), pieces, state, returns_final)
 
 
 def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
     """Compute the states (P, B H_k, size) of pieces of the keys. For ``is_exact``, see :func:`refine`."""
     sizes = inputs.sizes
+    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
+    launch_states(inputs, (states, None), pieces, is_exact)
+    return states
+
+
+def launch_states(inputs: LaunchInputs, states: tuple[Tensor, Tensor | None], pieces: Pieces, is_exact: bool) -> None:
+    """Write the states of pieces of the keys to a buffer and None or, if there is a single piece, to a slot."""
+    sizes = inputs.sizes
     config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
     variant, _ = config
-    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
         with_strides(inputs.k, variant), with_strides(inputs.v, variant), gate_with_strides(inputs.gate),
         inputs.flatten_keys(variant), states, pieces.numbers,
         pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
     launch_with_fallback(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, config)
-    return states
 
 
 def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
@@ -744,7 +764,7 @@ def find_saved_shapes(
     """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward pass."""
     sizes = derive_sizes(call, operands)
     has_state = bool(operands.state) or return_state
-    if is_one_pass(call, sizes, has_state):
+    if is_one_pass(call, sizes, has_state, trains=True):
         return []
     pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, makes_table=False)
     if call.attention.mask == "causal" and pieces.num_pieces == 1 and not has_state:
@@ -873,7 +893,7 @@ def backward(
     gate, state = operands.gate, operands.state
     inputs = LaunchInputs(call, operands, do, needs)
     sizes = inputs.sizes
-    one_pass = is_one_pass(call, sizes, bool(state) or bool(dstate))
+    one_pass = is_one_pass(call, sizes, bool(state) or bool(dstate), trains=True)
     q_pieces, k_pieces = inputs.pieces(of_queries=True), inputs.pieces(of_queries=False)
     q_rows = 1 if one_pass else q_pieces.num_pieces * sizes.repeats
     k_rows = 1 if one_pass else k_pieces.num_pieces
@@ -940,23 +960,35 @@ def differentiate(
     """Run the backward pass with separate kernels for states, queries and keys. Return dS and dΣ if they are needed."""
     slot_states = saved or sum_states(inputs, state, False)[0]
     pieces = inputs.pieces(of_queries=True)
-    dstates = differentiate_queries(inputs, grads, slot_states)
-    dslot_states, state_gradients = scan_states(inputs, dstates, pieces, dstate, inputs.needs.state, backward=True)
+    if pieces.is_whole and inputs.sizes.repeats == 1 and not dstate and not inputs.needs.state:
+        dslot_states, state_gradients = allocate_slots(inputs, 1), []
+        launch_query_gradients(inputs, grads, slot_states, dslot_states)
+    else:
+        dstates = differentiate_queries(inputs, grads, slot_states)
+        dslot_states, state_gradients = scan_states(inputs, dstates, pieces, dstate, inputs.needs.state, backward=True)
     differentiate_keys(inputs, grads, dslot_states)
     return state_gradients
 
 
 def differentiate_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
     """Write dq to ``grads``. Return dS and dZ for each piece and query head."""
+    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
+    shape = (pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state)
+    dstates = torch.empty(shape, dtype=inputs.acc, device=inputs.device)
+    launch_query_gradients(inputs, grads, slot_states, (dstates, None))
+    return dstates
+
+
+def launch_query_gradients(
+    inputs: LaunchInputs, grads: Grads, slot_states: SlotStates, dstates: tuple[Tensor, Tensor | None]
+) -> None:
+    """Write dq to ``grads``, and dS and dZ of each piece and query head to ``dstates``, as in :func:`launch_states`."""
     sizes, eps = inputs.sizes, inputs.call.attention.eps
     pieces = inputs.pieces(of_queries=True)
     stage = LinearPass.QUERIES_OMEGA if inputs.need_dangles else LinearPass.QUERIES
     config = inputs.describe(stage, inputs.q_side, [grads.dq])
     variant, _ = config
     programs = sizes.rows * sizes.repeats * pieces.num_pieces
-    dstates = torch.empty(
-        pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state, dtype=inputs.acc, device=inputs.device
-    )  # fmt: skip
     args = (
         *(with_strides(t, variant) for t in (inputs.q, inputs.do, grads.dq)),
         inputs.flatten_queries(variant, grads.q_weights), slot_states, dstates, grads.q_partial, pieces.numbers,
@@ -964,7 +996,6 @@ def differentiate_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotS
     )  # fmt: skip
     launch_with_fallback(kernels.linear_query_gradient_kernel, programs, args, config)
     sum_query_states(inputs, slot_states, None, dstates, pieces)
-    return dstates
 
 
 def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates) -> None:
@@ -983,19 +1014,19 @@ def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotSta
 
 
 def sum_query_states(
-    inputs: LaunchInputs, slot_states: SlotStates, scales: Tensor | None, dstates: Tensor, pieces: Pieces
+    inputs: LaunchInputs, slot_states: SlotStates, scales: Tensor | None, dstates: tuple[Any, Any], pieces: Pieces
 ) -> None:
-    """Write dS and, with a causal mask, dZ of each piece and query head to ``dstates``."""
+    """Write dS and, with a causal mask, dZ of each piece and query head to ``dstates``, as in :func:`launch_states`."""
     sizes = inputs.sizes
-    config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
-    variant, _ = config
+    variant, options = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
     args = (
         with_strides(inputs.q, variant), with_strides(inputs.do, variant), inputs.flatten_queries(variant),
         slot_states, scales, dstates, pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    launch_with_fallback(
-        kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, config
-    )
+    if variant.early:
+        options = {**options, "launch_pdl": True}
+    programs = sizes.rows * sizes.repeats * pieces.num_pieces
+    launch_with_fallback(kernels.linear_query_state_kernel, programs, args, (variant, options))
 
 
 def differentiate_causal(
@@ -1011,7 +1042,7 @@ def differentiate_causal(
     if pieces.num_pieces > 1 or dstate or inputs.needs.state:
         parts, needed_pieces, _ = inputs.parts(inputs.needs.state, backward=True)
         dstates = torch.empty(needed_pieces.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
-        sum_query_states(inputs, (None, None), scales, dstates, needed_pieces)
+        sum_query_states(inputs, (None, None), scales, (dstates, None), needed_pieces)
         dslot_states, state_gradients = scan_states(inputs, dstates, parts, dstate, inputs.needs.state, backward=True)
     differentiate_causal_keys(inputs, grads, dslot_states, scales)
     return state_gradients

@@ -47,17 +47,17 @@ class LinearTile(NamedTuple):
 
 # Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md. Causal
 # kernels pad their states, so no state has between 16,384 and 24,576 elements, and causal rows have one entry fewer.
-# With the delta rule, states have at most 16,384 elements. With 128 registers, 4 programs of 4 warps fit on a
-# multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4 warps would have too little
-# work. Twice as many programs can then run at once.
+# With the delta rule, states have at most 16,384 elements, and in one pass at most 8,192. With 128 registers, 4 programs
+# of 4 warps fit on a multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4 warps would
+# have too little work. Twice as many programs can then run at once.
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
 _32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
 _32_TWO, _16_TWO, _32_SHALLOW = LinearTile(32, 8, 2), LinearTile(16, 8, 2), LinearTile(32, 4, 2)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
-    LinearPass.FORWARD: (_16_SMALL, LinearTile(16, 4, 4, 80), _16_DEEP, _32_TWO, _32_TWO, _32_TWO),
-    LinearPass.BACKWARD: (_16_SMALL, _16_DEEP, LinearTile(16, 4, 4, 168), _32_TWO, _16_TWO, _16_TWO),
+    LinearPass.FORWARD: (_16_SMALL, LinearTile(16, 4, 4, 80), _16_DEEP),
+    LinearPass.BACKWARD: (_16_SMALL, _16_DEEP, LinearTile(16, 4, 4, 168)),
     LinearPass.STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
     LinearPass.OUTPUT: (_32, _32, _32, _64, _64, LinearTile(32, 8, 1)),
     LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _16_DEEP, _32_FREE, LinearTile(16, 4, 4), _32_WIDE),
@@ -87,12 +87,12 @@ SHORTEST = 256  # minimum number of tokens in a piece, if there is work for all 
 FEW_PROGRAMS = 256  # just under two per multiprocessor
 LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
 STATE_TO_PART = 4  # a part has at least one token for this many elements of a state
-# State elements that a program of a scan sums, and pieces that the program loads ahead: with many programs, and with
-# few.
-SCAN_TILE, SCAN_TILE_OF_FEW = (1024, 1), (512, 16)
-ONE_PASS = 384  # maximum number of tokens that one program processes in one pass
-# States larger than ONE_PASS_STATE leave few registers for the rest. One pass then only pays off for fewer tokens.
-ONE_PASS_STATE, ONE_PASS_LARGE = 8192, 128
+# State elements that a program of a scan sums, and pieces that the program loads at once. If there are too few programs
+# for all multiprocessors, the second tile is used.
+SCAN_TILE, SCAN_TILE_OF_FEW = (512, 4), (64, 64)
+# Maximum number of tokens that one program processes in one pass: without and with a backward pass, which needs the
+# state. Larger states than ONE_PASS_STATE leave too few registers for the rest.
+ONE_PASS, ONE_PASS_TRAINING, ONE_PASS_STATE = 384, 224, 8192
 MULTIPROCESSORS = 132  # on the largest GPUs
 PROGRAMS = MULTIPROCESSORS * 4  # programs that run at once; fixed, so that all GPUs sum in the same order
 
@@ -135,8 +135,8 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
 
 
 def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
-    """Choose how many elements a scan program sums, and how many pieces it loads ahead. ``rows`` counts key heads."""
-    is_few = rows * -(-state // SCAN_TILE[0]) < PROGRAMS
+    """Choose how many elements a scan program sums, and how many pieces it loads at once. ``rows`` counts key heads."""
+    is_few = rows * -(-state // SCAN_TILE[0]) < MULTIPROCESSORS
     return SCAN_TILE_OF_FEW if is_few else SCAN_TILE
 
 
