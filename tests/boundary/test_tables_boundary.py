@@ -39,7 +39,8 @@ def draw(device, kind, dtype=torch.float64, num_tokens=7):
     outer = (2, 2) if kind == "by sample and head" else ()
     cos, sin = (randn(*outer, num_tokens - 2, width) for _ in range(2))
     tables = torch.complex(cos, sin) if kind == "complex" else (cos, sin)
-    return [randn(2, 4, num_tokens, 8).requires_grad_(), randn(2, 2, num_tokens, 8).requires_grad_()], tables
+    batch = 2 if kind == "by sample and head" else 1
+    return [randn(batch, heads, num_tokens, 8).requires_grad_() for heads in (4, 2)], tables
 
 
 def encode(q, k, tables, impl="auto", **options):
