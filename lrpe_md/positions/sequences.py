@@ -190,8 +190,8 @@ def compose(
 def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | None = None) -> Packed:
     """Concatenate the layouts of several samples, to encode x (N, H, D) or (1, H, N, D) with N = N_1 + .. + N_B.
 
-    Attention must also keep the samples apart, for example with the result's cu_seqlens in flash-attn. Linear attention
-    does so by itself, for x (1, H, N, D).
+    Softmax attention must also keep the samples apart, for example with the result's cu_seqlens in flash-attn. Linear
+    attention does this itself, and only accepts (1, H, N, D).
 
     Args:
         samples: one layout (N, K) per sample.
