@@ -69,8 +69,9 @@ def start_from(
     found, before = _read(path)
     digest, grid = digest_of(found), _find_trained_grid(before, found)
     is_image = getattr(found.get("patch_embed.proj.weight"), "ndim", 0) == 4
-    own = model.state_dict()
+    own, in_file = model.state_dict(), found.keys()
     found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
+    dropped = {"pos_embed"} & in_file - found.keys()
     for name, module in model.named_modules():
         if isinstance(module, FrequencyModule):
             module.upgrade_state_dict(found, f"{name}.")
@@ -95,7 +96,7 @@ def start_from(
         )
     model.load_state_dict(fits, strict=False)
     if PartialState().is_main_process:
-        new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys()))
+        new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys() | dropped))
         said = [f"{text} {', '.join(names)}" for text, names in (("new:", new), ("left out:", unused)) if names]
         typer.echo(f"Starting from {path}" + (f" ({'; '.join(said)})" if said else ""), err=True)
         for name in ("encoding", "patch"):  # patch weights were resampled
