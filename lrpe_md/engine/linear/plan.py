@@ -54,7 +54,7 @@ _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
 _32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
-_32_TWO, _16_TWO, _32_SHALLOW = LinearTile(32, 8, 2), LinearTile(16, 8, 2), LinearTile(32, 4, 2)
+_32_TWO, _32_SHALLOW = LinearTile(32, 8, 2), LinearTile(32, 4, 2)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.FORWARD: (_16_SMALL, LinearTile(16, 4, 4, 80), _16_DEEP),
     LinearPass.BACKWARD: (_16_SMALL, _16_DEEP, LinearTile(16, 4, 4, 168)),
