@@ -47,9 +47,9 @@ class LinearTile(NamedTuple):
 
 # Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md. Causal
 # kernels pad their states, so no state has between 16,384 and 24,576 elements, and causal rows have one entry fewer.
-# With the delta rule, states have at most 16,384 elements, and in one pass at most 8,192. With 128 registers, 4 programs
-# of 4 warps fit on a multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4 warps would
-# have too little work. Twice as many programs can then run at once.
+# With the delta rule, states have at most 16,384 elements, and in one pass at most 8,192. With 128 registers, 4
+# programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4
+# warps would have too little work. Twice as many programs can then run at once.
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
@@ -91,7 +91,7 @@ STATE_TO_PART = 4  # a part has at least one token for this many elements of a s
 # for all multiprocessors, the second tile is used.
 SCAN_TILE, SCAN_TILE_OF_FEW = (512, 4), (64, 64)
 # Maximum number of tokens that one program processes in one pass: without and with a backward pass, which needs the
-# state. Larger states than ONE_PASS_STATE leave too few registers for the rest.
+# state. Padded states with more than ONE_PASS_STATE elements leave too few registers for the rest.
 ONE_PASS, ONE_PASS_TRAINING, ONE_PASS_STATE = 384, 224, 8192
 MULTIPROCESSORS = 132  # on the largest GPUs
 PROGRAMS = MULTIPROCESSORS * 4  # programs that run at once; fixed, so that all GPUs sum in the same order
