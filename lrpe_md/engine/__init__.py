@@ -1,6 +1,6 @@
 """Code between the public functions and the kernels (or the reference implementation).
 
-In this folder, each of these words has one meaning:
+This folder uses these words:
 
 - options: arguments that the user passed, except tensors and positions (``core.call.Options``).
 - call: the validated arguments except x (``core.call.Call``), with a spec, a layout and tables.
@@ -14,7 +14,10 @@ In this folder, each of these words has one meaning:
 - row: one head of one sample, of q or k.
 - tile: an array (tokens, channels) in the registers of a program. A row may have several tiles.
 - block: the tokens of a tile.
-- part: the rows of a group that one program processes.
+- part: the rows of a group that one program processes. In causal linear attention, the tokens of a piece for which one
+  program computes a state.
+- piece: consecutive tokens that one program of linear attention processes. The documentation calls it a chunk.
+- slot: the tokens of linear attention that read the same state, such as a block or a packed sequence.
 - walk: a program's loop over blocks and rows.
 - plan: division of the work among programs (each operator has a ``plan.py``).
 - launch: a plan with its numeric arguments and its compiled kernel (``encode.launch.Launch``).

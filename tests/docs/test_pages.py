@@ -299,7 +299,8 @@ def test_gains_of_linear_attention_are_measured():
 
 def test_the_page_of_presets():
     files = sorted(path.name for path in (ROOT / "scripts" / "results" / "gallery").glob("presets-[0-9].png"))
-    assert (PAGES / "presets.md").read_text(encoding="utf-8") == gallery.render(files)
+    page = (PAGES / "presets.md").read_text(encoding="utf-8")
+    assert page == gallery.render(files), "run python -m scripts.visualize.gallery"
     for name in lrpe_md.list_presets():
         assert f"\n### {name}\n" in gallery.render(files)
 

@@ -38,6 +38,15 @@ def test_activations(map, dtype, act, dim):
     assert not violations(Case(map, (5, 7), act=act, dim=dim, dtype=dtype, omega_heads=2, phase=True))
 
 
+@pytest.mark.parametrize("act", [name for name, dim in ACTS if dim is None])
+def test_gradients_at_kinks(act):
+    """The kernel computes the same gradient as the reference at 0 and at other integers."""
+    x, omega = torch.arange(-4.0, 4.0).expand(1, 1, 3, 8).requires_grad_(), torch.zeros(1, 8, 1)
+    ys = (cosine(x, omega=omega, positions=Grid((3,)), act=act, impl=impl) for impl in ("triton", "reference"))
+    found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in ys)
+    torch.testing.assert_close(found, expected)
+
+
 SHAPES = [
     {"shape": (127,), "prefix": 0, "head_dim": 24},
     {"shape": (3, 5), "prefix": 0, "suffix": 4, "head_dim": 72},

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, list_presets, register_scheme
 from lrpe_md.integrations.encoding import EncodingStack, build_encoding
 from lrpe_md.presets import registry
+from lrpe_md.reference import ACTIVATIONS
 
 OWN = Scheme("A scheme of one's own.", 16, Axial((1, 1), 30.0))
 CONFIGS: dict[str, Any] = {
@@ -70,7 +71,7 @@ def test_base_of_mixed_frequencies():
 
 PYTHON = re.compile(r"\b(None|True|False|tuple|dict|NoneType)\b|\(['\d]+,|->|Memory\(|=['\"]|function")
 WRONG_OPTIONS = {
-    "rotate:act=x": "act: expected one of none, relu, sigmoid, silu, softplus, softmax, got 'x'",
+    "rotate:act=x": f"act: expected one of {', '.join(ACTIVATIONS)}, got 'x'",
     "rotate:act=softmax": "dim: expected -1 (features) or -2 (sequence) for act=softmax, got none",
     "rotate:dim=3": "dim: must be left out for act=none (only softmax has a dim), got 3",
     "rotate:learnable=maybe": "learnable: expected true, false or raw (learn theta, not its logarithm), got 'maybe'",

@@ -253,8 +253,9 @@ def test_preset_fields(name):
     part = {"rotary_dim"} if name in ROTATED else set()
     assert set(p.options) == {"act", "amplitude", "pairs" if scheme.map == "rotate" else "order"} | part
     assert p.amplitude == 1
-    assert len(scheme.doc.strip().splitlines()) >= 3
-    assert any(source in scheme.doc for source in ("arXiv", "diffusers", "transformers"))
+    assert len(scheme.doc.strip().splitlines()) >= 3, "write a first line, an empty line and the details into the doc"
+    sources = ("arXiv", "diffusers", "transformers")
+    assert any(source in scheme.doc for source in sources), f"name the source in the doc, such as {sources}"
     if name in OF_ALL_HEADS:
         assert tuple((preset(name).omega != 0).sum((0, 1)).tolist()) == OF_ALL_HEADS[name]
         assert ((p.omega != 0).sum(-1) == 1).float().mean() > 0.95

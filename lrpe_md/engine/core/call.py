@@ -312,7 +312,7 @@ class Variant(NamedTuple):
     block_c: int = 1  # channels (cosine) or pairs (rotate)
     flat: int = 0  # if nonzero: number of channel blocks per token. A tile then contains block_n channel blocks
     stages: int = 1
-    early: bool = False  # the second pass of dω may be launched once all programs of this pass have started
+    early: bool = False  # this kernel and the one launched before or after it may run at the same time
     rows_first: bool = False  # frequencies are loaded after the rows
     # Linear attention.
     tokens_as_n: bool = False  # tokens are the columns of products, because Hopper's matrix units need at least 64 rows

@@ -6,9 +6,9 @@ the states before the pieces of tokens that linear_causal.py processes.
 S is stored transposed, as Sᵀ (D_v, Ê), with one tile for each pair of a feature tile and a value tile. This way, v goes
 to the matrix units exactly as it was loaded. In the one-pass variant, a program computes the state of one key head of a
 sample and then the outputs of its query heads. In the two-pass variant, programs first compute the states of pieces of
-the tokens. Another kernel sums these states, and further programs use the sums. Both variants share their loops: one
-over keys and values for S, one over queries for o, one over queries and do for dq and dS, and one over keys and values
-for dk and dv.
+the tokens. Another kernel sums these states if there are several pieces, and further programs use the sums. Both
+variants share their loops: one over keys and values for S, one over queries for o, one over queries and do for dq,
+another for dS, and one over keys and values for dk and dv.
 
 S and dS denote transposed states. Z is the sum Σ β k̄, or Σ β k̂ if V.normalizer is "encoded", and dZ is its gradient.
 """
@@ -734,7 +734,7 @@ def linear_state_kernel(k, v, gate, side, states, pieces: "sizes", sizes: "sizes
 
 @kernel
 def linear_output_kernel(q, o, side, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr):
-    """Compute o from the summed states of :func:`linear_scan_kernel`."""
+    """Compute o from the state of each slot."""
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     _, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))

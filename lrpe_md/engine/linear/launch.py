@@ -62,7 +62,7 @@ __all__ = ["backward", "find_saved_shapes", "forward"]
 NO_NEEDS = LinearNeeds()
 COLUMNS = 128  # with at least this many features, o of a causal block is faster with tokens as columns
 WARPGROUP_ROWS = 64  # minimum number of rows of the first factor on Hopper's matrix units
-EARLY = (LinearPass.QUERIES, LinearPass.QUERIES_OMEGA, LinearPass.QUERY_STATE)  # independent, so they may overlap
+EARLY = (LinearPass.QUERIES, LinearPass.QUERIES_OMEGA, LinearPass.QUERY_STATE)  # dq and dS may run at the same time
 FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 
 
@@ -630,7 +630,10 @@ def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool, trains: bool) -
 
 
 def fits_one_pass(num_tokens: int, v_dim: int, num_features: int, trains: bool) -> bool:
-    """Return whether one pass over ``num_tokens`` tokens is faster than two passes."""
+    """Return whether one pass over ``num_tokens`` tokens is faster than two passes.
+
+    The state counts with its padding: v to a power of two, features to a multiple of NARROWEST.
+    """
     state = max(NARROWEST, 1 << (v_dim - 1).bit_length()) * (-(-num_features // NARROWEST) * NARROWEST)
     longest = min(plans.ONE_PASS, plans.ONE_PASS_TRAINING) if trains else plans.ONE_PASS
     return state <= plans.ONE_PASS_STATE and num_tokens <= longest

@@ -91,7 +91,7 @@ STATE_TO_PART = 4  # a part has at least one token for this many elements of a s
 # for all multiprocessors, the second tile is used.
 SCAN_TILE, SCAN_TILE_OF_FEW = (512, 4), (64, 64)
 # Maximum number of tokens that one program processes in one pass: without and with a backward pass, which needs the
-# state. Larger states than ONE_PASS_STATE leave too few registers for the rest.
+# state. Padded states with more than ONE_PASS_STATE elements leave too few registers for the rest.
 ONE_PASS, ONE_PASS_TRAINING, ONE_PASS_STATE = 384, 224, 8192
 MULTIPROCESSORS = 132  # on the largest GPUs
 PROGRAMS = MULTIPROCESSORS * 4  # programs that run at once; fixed, so that all GPUs sum in the same order
