@@ -36,6 +36,7 @@ from lrpe_md.engine.linear.call import NormalizerName
 from lrpe_md.integrations.attention import ATTENTIONS, AttentionKind, Context, check_key_norm, check_memory
 from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_for_layers, explain_misplaced_options
 from lrpe_md.modules.linear import Memory
+from lrpe_md.positions.sequences import RULES
 
 from .blocks import (
     BlockOptions,
@@ -102,6 +103,11 @@ class TrainedGrids:
     """
 
     sides: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        sides = self.sides if isinstance(self.sides, Sequence) else ()
+        if not sides or not all(isinstance(side, (int, float)) and side > 0 for side in sides):
+            raise ValueError(f"sides: expected positive numbers, such as (8,), got {self.sides!r}")
 
     def __call__(self, shape: Sequence[int]) -> Reference:
         """Return the reference for a patch grid ([frames,] height, width)."""
@@ -379,6 +385,8 @@ class DiT(nn.Module):
                 f"text_positions, image_after: expected None, because the preset {self.preset.name} defines both, got "
                 f"{text!r}, {after!r}"
             )
+        if isinstance(text, str):
+            check_one_of("text_positions", text, RULES)
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
         self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
         self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # check the position rules
@@ -575,10 +583,10 @@ class DiT(nn.Module):
     def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:
         """Check x and t, and return the shape of the patch grid."""
         check_input(x, self.in_chans, self.num_axes)
-        if t.ndim != 1 or t.shape[0] != x.shape[0] or not t.is_floating_point():
+        if not isinstance(t, Tensor) or t.ndim != 1 or t.shape[0] != x.shape[0] or not t.is_floating_point():
+            found = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, Tensor) else repr(t)
             raise ValueError(
-                f"t: expected a floating-point tensor of shape ({x.shape[0]},), one value per sample, got {t.dtype} "
-                f"{tuple(t.shape)}"
+                f"t: expected a floating-point tensor of shape ({x.shape[0]},), one value per sample, got {found}"
             )
         if any(n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):
             raise ValueError(f"x: expected sizes that are multiples of {self.patch_size}, got {tuple(x.shape[2:])}")

@@ -17,6 +17,7 @@ forward pass. Every checkpoint unpacks its inputs, which restores the positions.
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Where: TypeAlias = Grid | Coordinates | Tensor
 
 NAMES = ("attn", "attention", "attn1", "self_attn", "self_attention")  # common names of self-attention modules
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads")
 _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
 _WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
@@ -451,11 +453,11 @@ def adapt_attention(
     if not isinstance(model, nn.Module) or hasattr(model, "_orig_mod"):
         kind = type(model).__name__
         raise TypeError(f"model: expected an nn.Module that is not compiled, got {kind}; adapt before torch.compile")
-    if hasattr(model, name):
-        raise ValueError(f"name: expected an attribute that the model does not have, got {name!r}; choose another")
     if not callable(positions):
         _check_positions(positions)
     found = _find_attentions(model, modules)
+    if hasattr(model, name):
+        raise ValueError(f"name: expected an attribute that the model does not have, got {name!r}; choose another")
     built = _build(encoding, dict(encoding_kwargs or {}), found, positions, (num_axes, head_dim, num_heads))
     model.add_module(name, built.train(model.training))
     adaptation = _Adaptation(model, name, positions)
@@ -539,18 +541,14 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
     patterns = (modules,) if isinstance(modules, str) else modules
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Identity, nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, (nn.Identity, *_LISTS)):
             continue
         if any(path.startswith(f"{outer}.") or outer == "" for outer in found):
             continue
         if path.split(".")[-1] in NAMES if patterns is None else any(fnmatchcase(path, each) for each in patterns):
             found[path] = module
     if not found:
-        names = sorted({path for path, _ in model.named_modules() if "att" in path.split(".")[-1].lower()})
-        raise ValueError(
-            f"modules: expected patterns of names such as {', '.join(names[:4]) or 'blocks.*.attn'}, got "
-            f"{'modules named ' + ', '.join(NAMES) if modules is None else modules!r}, which match no module"
-        )
+        raise ValueError(_describe_missing(model, modules))
     rotary = {path for path in find_rotary(model) if any(f"{path}.".startswith(f"{outer}.") for outer in found)}
     for path in sorted(rotary):
         raise ValueError(
@@ -569,6 +567,15 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
                 "with F.scaled_dot_product_attention"
             )
     return found
+
+
+def _describe_missing(model: nn.Module, modules: str | Sequence[str] | None) -> str:
+    """Return an error message that lists the names of the model's modules."""
+    paths = [path for path, module in model.named_modules() if [*module.children()] and not isinstance(module, _LISTS)]
+    names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths if path))
+    likely = [name for name in names if "att" in name.split(".")[-1].lower()] or names or ["blocks.*.attn"]
+    missing = f"None, and no module is named {', '.join(NAMES)}" if modules is None else f"{modules!r}, without a match"
+    return f"modules: expected patterns of names such as {', '.join(likely[:8])}, got {missing}"
 
 
 def _build(

@@ -48,7 +48,7 @@ class Recognised:
             axes.
         axis_order: "major_first" if the slowest axis has the first channels, "minor_first" if the fastest axis has
             them, or None for any other order.
-        theta: base of the geometric series of each axis, or None if the series is not geometric.
+        bases: base of the geometric series of each axis, or None if the series is not geometric.
         error: largest difference from the function, for x with a standard deviation of 1.
     """
 
@@ -56,7 +56,7 @@ class Recognised:
     map: Literal["rotate", "cosine"]
     axes: tuple[int | None, ...]
     axis_order: str | None
-    theta: tuple[float | None, ...]
+    bases: tuple[float | None, ...]
     error: float
 
     def __str__(self) -> str:
@@ -96,13 +96,29 @@ def recognise(
         raise ValueError(
             f"shape, head_dim: expected at least two tokens and two channels, got {grid.shape} and {head_dim}"
         )
+    sizes = (1, num_heads, grid.total, head_dim)
     try:
-        return quietly(lambda: _recognise(function, grid, (1, num_heads, grid.total, head_dim), str(device)))
+        return quietly(lambda: _recognise(function, grid, sizes, str(device)))
     except Unlike as e:
         name = getattr(function, "__qualname__", type(function).__name__)
-        raise TypeError(
-            f"function: expected a rotation of x (1, H, N, D) by positions, got {name}, which {e}"
-        ) from None
+        reason = str(e)
+    try:
+        quietly(lambda: _recognise(_swap_heads_and_tokens(function), grid, sizes, str(device)))
+        reason = "takes (1, N, H, D); wrap it so that it transposes its inputs and outputs with .transpose(1, 2)"
+    except Unlike:
+        pass  # the layout is not the reason
+    raise TypeError(f"function: expected a rotation of x (1, H, N, D) by positions, got {name}, which {reason}")
+
+
+def _swap_heads_and_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of (B, H, N, D) that calls one of (B, N, H, D)."""
+
+    def swapped(*xs: Tensor) -> Any:
+        out = function(*(x.transpose(1, 2) for x in xs))
+        return out.transpose(1, 2) if isinstance(out, Tensor) else tuple(y.transpose(1, 2) for y in out)
+
+    swapped.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return swapped
 
 
 def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...], device: str) -> Recognised:
@@ -149,12 +165,12 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
         raise Unlike(5, f"also rotates its first {prefix} tokens; set prefix to the number of unrotated tokens")
     fitted = _fit(cos[:, prefix:], sin[:, prefix:], grid)
     kind: Any = "rotate" if values else "cosine"
-    axes, order, theta, notes = _describe(fitted["omega"])
+    axes, order, bases, notes = _describe(fitted["omega"])
     arguments = Arguments(kind, {**fitted, **values}, notes)
     error = float(((rotate if values else cosine)(x, **arguments) - call(x)).abs().max())
     if not error < 20 * _ANGLE:
         raise Unlike(5, f"is not linear in x, or mixes tokens: the rotation that it resembles differs by {error:.2g}")
-    return Recognised(arguments, kind, axes, order, theta, error)
+    return Recognised(arguments, kind, axes, order, bases, error)
 
 
 def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
@@ -224,13 +240,13 @@ def _describe(omega: Tensor) -> tuple[tuple[int | None, ...], str | None, tuple[
     known = [a for a in axes if a is not None]
     orders = {"major_first": sorted(known), "minor_first": sorted(known, reverse=True)}
     order = next((name for name, each in orders.items() if each == known and len(set(known)) > 1), None)
-    theta = tuple(_find_base(omega[0, [a == axis for a in axes], axis].abs()) for axis in range(omega.shape[-1]))
+    bases = tuple(_find_base(omega[0, [a == axis for a in axes], axis].abs()) for axis in range(omega.shape[-1]))
     text = [
-        f"axis {axis}: {axes.count(axis)} channels" + (f", theta {base:g}" if base else "")
-        for axis, base in enumerate(theta)
+        f"axis {axis}: {axes.count(axis)} channels" + (f", base {base:g}" if base else "")
+        for axis, base in enumerate(bases)
         if axis in axes
     ]
-    return axes, order, theta, "; ".join(text)
+    return axes, order, bases, "; ".join(text)
 
 
 def _find_base(series: Tensor) -> float | None:

@@ -95,7 +95,8 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     if the length stays the same.
 
     Raises:
-        ValueError: if there is no encoding, one of them lacks the axis, or places don't have the shape (n,).
+        ValueError: if there is no encoding, one of them lacks the axis, places don't have the shape (n,), or the model
+            receives coordinates instead of a grid, as FLUX does.
     """
     modules = {path: module for path, module in _find(model).items() if module.num_axes > 1}  # text has one axis
     if not modules:

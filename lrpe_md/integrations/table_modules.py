@@ -32,12 +32,16 @@ class TableFrequencies(RotateMd):
     Args:
         omega: frequencies (C, K).
         device: device of the frequencies.
+        has_coordinates: whether the module receives coordinates, such as FLUX's img_ids, instead of a grid.
     """
 
-    def __init__(self, omega: Tensor, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, omega: Tensor, device: torch.device | str | None = None, *, has_coordinates: bool = False
+    ) -> None:
         channels, num_axes = omega.shape
         initial = functools.partial(_return_omega, omega)
         super().__init__(2 * channels, num_axes, frequencies=initial, device=device, dtype=torch.float64)
+        self.has_coordinates = has_coordinates
 
     def get_omega(self) -> Tensor:
         omega = super().get_omega()
@@ -50,13 +54,16 @@ class TableFrequencies(RotateMd):
             self.omega = omega = self._initial("omega", omega.device)
         return omega
 
+    def set_places(self, axis: int, places: Tensor | None) -> None:
+        if self.has_coordinates and places is not None:
+            raise ValueError(
+                "places: expected None for a model that receives coordinates, such as FLUX's img_ids, got "
+                f"{type(places).__name__}; change the coordinates that you pass to the model"
+            )
+        super().set_places(axis, places)
+
     def difference(self, where: Grid | Coordinates, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the change in the angles (N, C), and the amplitudes (1, C)."""
-        if self.moved and not isinstance(where, Grid):
-            raise ValueError(
-                f"places: expected None for axes {list(self.moved)} of a model that receives coordinates; change "
-                "those instead"
-            )
         omega = self.get_omega()
         is_scaled = "trained_omega" in self._buffers
         trained = self.trained_omega if is_scaled else omega
@@ -277,7 +284,11 @@ def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, Tabl
     for path, formula in formulas.items():
         module = modules[path]
         tensors = [*module.parameters(), *module.buffers()]
-        module.rotation = TableFrequencies(formula.omega, device=tensors[0].device if tensors else device)
+        module.rotation = TableFrequencies(
+            formula.omega,
+            device=tensors[0].device if tensors else device,
+            has_coordinates=formula.locate is _locate_ids,
+        )
         module.formula = formula
         module.__class__ = StandIn(formula.method).derive(type(module))
     return {path: modules[path].rotation for path in formulas}

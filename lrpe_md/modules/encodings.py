@@ -460,7 +460,15 @@ class PresetMd(FrequencyModule):
             )
 
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
-        """Call :meth:`Preset.positions` for the module's device. Do this once per forward pass, not in every layer."""
+        """Return the positions of a sequence, on the module's device.
+
+        Do this once per forward pass, not in every layer.
+
+        Args:
+            segments: parts of the sequence, in token order. A number stands for that many text, class or register
+                tokens, and a tuple for the shape of an image or a video.
+            options: see :meth:`lrpe_md.presets.Preset.positions`.
+        """
         options.setdefault("device", next(iter(self._owned().values())).device)
         return self.preset.positions(*segments, **options)
 

@@ -60,7 +60,7 @@ def show(
         maps: number of angle maps if ``channels`` is empty.
         text: number of text (or class) tokens before the grid.
         dark: whether to draw for a dark background.
-        options: options of the scheme's positions; see :meth:`lrpe_md.Preset.positions`.
+        options: options of the scheme's positions; see :meth:`lrpe_md.presets.Preset.positions`.
 
     Returns:
         the figure, a matplotlib Figure. The figure is not registered with pyplot, so ``plt.show()`` doesn't show it. A

@@ -188,7 +188,10 @@ def compose(
 
 
 def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | None = None) -> Packed:
-    """Concatenate the layouts of several samples, to encode x (1, H, N_1 + .. + N_B, D) and attend with cu_seqlens.
+    """Concatenate the layouts of several samples, to encode x (N, H, D) or (1, H, N, D) with N = N_1 + .. + N_B.
+
+    Softmax attention must also keep the samples apart, for example with the result's cu_seqlens in flash-attn. Linear
+    attention does this itself, and only accepts (1, H, N, D).
 
     Args:
         samples: one layout (N, K) per sample.
@@ -438,6 +441,8 @@ def _rows(
 
 def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str | None) -> list[Coordinates]:
     """Convert each sample to a table with one row per token, all on one device."""
+    if isinstance(samples, (Grid, Coordinates, Tensor)):
+        raise TypeError(f"samples: expected a list of layouts, got {describe_positions(samples)}; pass one per sample")
     if not samples:
         raise ValueError("samples: expected at least one layout, got none")
     for i, sample in enumerate(samples):

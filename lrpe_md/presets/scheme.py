@@ -442,10 +442,10 @@ class Preset:
         for segment in segments:
             if isinstance(segment, int):
                 if scheme.tokens is None:
-                    grid = f", or Grid({shapes[0]}, prefix={segment})" if shapes and scheme.grid is plain else ""
+                    grid = "" if reference is not None else self._suggest_grid(segments, options)
                     raise ValueError(
-                        f"segments: {self.name} has no rule for text tokens, got {segment}; for unrotated tokens, use "
-                        f'a Scheme with tokens=Tokens(0, "skip"){grid}'
+                        f"segments: {self.name} has no rule for text tokens, got {segment}; for unrotated tokens, "
+                        f'{grid}use a Scheme with tokens=Tokens(0, "skip")'
                     )
                 first = scheme.tokens.start if scheme.tokens_start is None else scheme.tokens_start(shapes)
                 parts.append(replace(scheme.tokens, length=segment, start=first))
@@ -473,6 +473,18 @@ class Preset:
         if whole is not None and (start, length) == (0, None):
             return whole.to(device)
         return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
+
+    def _suggest_grid(self, segments: Sequence[Any], options: Mapping[str, Any]) -> str:
+        """Return advice to pass a Grid, or "" if the scheme would not place the same tokens at a grid's indices."""
+        others = [i for i, segment in enumerate(segments) if not isinstance(segment, int)]
+        if len(others) != 1 or not isinstance(segments[others[0]], (tuple, list)):
+            return ""
+        shape, first = tuple(segments[others[0]]), others[0]
+        if self._place(shape, options) != Grid(shape):
+            return ""
+        counts = {"prefix": sum(segments[:first]), "suffix": sum(segments[first + 1 :])}
+        sides = "".join(f", {name}={count}" for name, count in counts.items() if count)
+        return f"pass positions=Grid({shape}{sides}), or "
 
     def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
         """Call the scheme's grid function, and check the result."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -156,6 +157,29 @@ def fingerprint_scheme(encoding: str) -> str | None:
     return digest_of(definition)[:16]
 
 
+def check_scheme(settings: dict[str, Any]) -> None:
+    """Check that the scheme in a run's settings is registered, and warn if its definition has changed since training.
+
+    Raises:
+        ValueError: if the scheme is not registered.
+    """
+    if "scheme" not in settings:
+        return
+    name, _ = split_options(settings["encoding"])
+    found = fingerprint_scheme(name)
+    if found is None:
+        raise ValueError(
+            f"encoding: expected the run's scheme {name!r} to be registered; first import the module that registers it "
+            "(on the command line, pass --import MODULE)"
+        )
+    if found != settings["scheme"]:
+        warnings.warn(
+            f"encoding: the definition of {name!r} differs from the one that the run was trained with; register the "
+            "original scheme",
+            stacklevel=3,
+        )
+
+
 def _probe_scheme(scheme: Scheme) -> dict[str, Any]:
     """Return a scheme's plain fields, its frequencies, and its positions on a small grid."""
     built = make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
@@ -285,7 +309,7 @@ class Backbone:
                 f"{option}: expected an encoding, such as rotate, got {name!r}, a kind of attention; pass it as "
                 f"--attention {name}"
             )
-        choose(option, [name], self.names)
+        choose(option, [name], self.names, "For your own scheme, pass --import MODULE.")
         chosen = ENCODINGS[name] if name in self.encodings else _entry(name)
         known = encoding_options(chosen.encoding) - {"num_heads", "device", "dtype", "scaling"}
         known = known if self.options is None else known & self.options

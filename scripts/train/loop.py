@@ -444,9 +444,13 @@ class Trainer:
         advice = find_reference(there, here["frames"] if here.get("causal") else 0)
         reference = f" --reference {advice}" if has_coordinates(here["model"]) else ""
         what = "length or size" if "frames" in here else "size"
-        option = "--test-size" if "frames" in here else "--test-sizes"
-        same_length = here.get("frames") == there.get("frames")
-        test = f". To test it at this size, pass {option} {here['size']} instead" if same_length else ""
+        flags = {"size": "--test-size" if "frames" in here else "--test-sizes", "frames": "--test-frames"}
+        changed = [name for name in sizes if here[name] != there[name]]
+        test = ""
+        if len(changed) == 1:  # a video run is tested at another size or at another length, not at both
+            [name] = changed
+            noun = "length" if name == "frames" else "size"
+            test = f". To test it at this {noun}, pass {flags[name]} {here[name]} instead"
         return f"{test}. To fine-tune it at a different {what}, pass --weights {out}{reference} and another --out"
 
     def _as_option(self, setting: str) -> str:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from .checkpoint import read_checkpoint, restore
+from .encodings import check_scheme
 from .memory import build_model as build_recall
 from .prompts import build_model as build_diffusion
 from .tasks import image, lm, vae, video
@@ -63,9 +64,10 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
 
     Raises:
         FileNotFoundError: if the folder has no weights, or is a file.
-        ValueError: if the run was not made by `lrpe-md train`.
+        ValueError: if the run was not made by `lrpe-md train`, or its scheme is not registered.
     """
     state = _read(Path(folder), average)
+    check_scheme(state["settings"])
     task = task_of(state["settings"])
     if task is None:
         raise ValueError(

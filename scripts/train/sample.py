@@ -17,6 +17,7 @@ from ..common.devices import choose_device
 from ..common.folder import unused_path
 from ..common.options import SEEDS, finite, positive
 from .checkpoint import read_checkpoint
+from .encodings import check_scheme
 from .prompts import Count, Painter, Sheet, sample_images, sample_many
 from .runs import task_of
 from .samplers import SAMPLERS
@@ -58,6 +59,10 @@ def read_run(run: Path) -> tuple[str, dict[str, Any]]:
             f"RUN: {run} was trained for a different task and can't generate anything; expected a run of `train lm` or "
             "`train diffusion`"
         )
+    try:
+        check_scheme(state["settings"])
+    except ValueError as error:
+        raise typer.BadParameter(f"RUN {run}: {error}") from None
     return task, state
 
 

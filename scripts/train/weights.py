@@ -74,11 +74,12 @@ def start_from(
     found, before = _read(path)
     digest, grid = digest_of(found), _find_trained_grid(before, found)
     is_image = getattr(found.get("patch_embed.proj.weight"), "ndim", 0) == 4
-    own = model.state_dict()
+    own, in_file = model.state_dict(), found.keys()
     trained_pixels = None if before else _find_other_pixels(settings or {}, found)
     if trained_pixels:
         found = _convert_pixels(found, *trained_pixels)
     found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
+    dropped = {"pos_embed"} & in_file - found.keys()
     for name, module in model.named_modules():
         if isinstance(module, FrequencyModule):
             module.upgrade_state_dict(found, f"{name}.")
@@ -103,7 +104,7 @@ def start_from(
         )
     model.load_state_dict(fits, strict=False)
     if PartialState().is_main_process:
-        new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys()))
+        new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys() | dropped))
         said = [f"{text} {', '.join(names)}" for text, names in (("new:", new), ("left out:", unused)) if names]
         if trained_pixels:
             said.append("patch_embed converted from pixels with mean {} and std {}".format(*trained_pixels))

@@ -28,7 +28,7 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def draw(device, kind, dtype=torch.float64, num_tokens=7):
+def draw(device, kind, dtype=torch.float64, num_tokens=7, batch=2):
     """Draw q, k and tables for all but two of their tokens."""
     generator = torch.Generator().manual_seed(0)
 
@@ -39,7 +39,9 @@ def draw(device, kind, dtype=torch.float64, num_tokens=7):
     outer = (2, 2) if kind == "by sample and head" else ()
     cos, sin = (randn(*outer, num_tokens - 2, width) for _ in range(2))
     tables = torch.complex(cos, sin) if kind == "complex" else (cos, sin)
-    return [randn(2, 4, num_tokens, 8).requires_grad_(), randn(2, 2, num_tokens, 8).requires_grad_()], tables
+    if outer:
+        batch = 2
+    return [randn(batch, heads, num_tokens, 8).requires_grad_() for heads in (4, 2)], tables
 
 
 def encode(q, k, tables, impl="auto", **options):
@@ -49,7 +51,7 @@ def encode(q, k, tables, impl="auto", **options):
 @pytest.mark.sampled
 @parametrize_each("kind impl act", KINDS, IMPLS, ["none", "silu", "softmax"])
 def test_gradcheck_and_gradgradcheck(kind, impl, act, device):
-    xs, tables = draw(device, kind)
+    xs, tables = draw(device, kind, batch=1)
 
     def f(*xs):
         return rotate(*xs, tables=tables, prefix=1, act=act, dim=-2 if act == "softmax" else None, impl=impl)
@@ -59,7 +61,7 @@ def test_gradcheck_and_gradgradcheck(kind, impl, act, device):
 
 
 def test_gradients_of_a_norm(device):
-    xs, tables = draw(device, "full")
+    xs, tables = draw(device, "full", batch=1)
     weight = torch.rand(8, dtype=torch.float64, device=device, requires_grad=True)
 
     def f(*args):
@@ -72,7 +74,7 @@ def test_gradients_of_a_norm(device):
 @pytest.mark.sampled
 @parametrize_each("kind impl options", KINDS, IMPLS, [{}, {"act": "none"}, {"norm": Norm("layer")}, {"inverse": True}])
 def test_gradients_to_tables(kind, impl, options, device):
-    xs, tables = draw(device, kind)
+    xs, tables = draw(device, kind, batch=1)
     leaves = [t.requires_grad_() for t in (tables if isinstance(tables, tuple) else (tables,))]
 
     def f(*args):
@@ -85,7 +87,7 @@ def test_gradients_to_tables(kind, impl, options, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gradients_to_tables_of_the_cosine_map(impl, device):
-    xs, tables = draw(device, "full")
+    xs, tables = draw(device, "full", batch=1)
     leaves = [t.requires_grad_() for t in tables]
 
     def f(q, k, *tables):

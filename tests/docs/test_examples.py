@@ -326,7 +326,7 @@ def test_ablate_own_model_keeps_its_results(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "train", train)
     command = ["--seeds", "2", "--out", str(out), "--encoding", "rotate", "--encoding"]
-    with pytest.raises(ValueError, match=r"got 'non' \(did you mean 'none'\?\)"):
+    with pytest.raises(ValueError, match=r"encoding: unknown 'non'; did you mean 'none'\?"):
         module.main([*command, "non"])
     assert not started
     with pytest.raises(KeyboardInterrupt):

@@ -1,6 +1,9 @@
-"""The FSDP code on the page about several GPUs runs, and keeps learned frequencies in float32."""
+"""The code on the page about several GPUs runs, and FSDP keeps learned frequencies in float32."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,27 @@ from torch import nn
 from lrpe_md import Grid, RotateMd, adapt
 
 PAGE = (Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text(encoding="utf-8")
-FIND, FSDP2, FSDP1 = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+DTENSORS, FIND, FSDP2, FSDP1 = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+
+
+def test_dtensors(tmp_path):
+    (tmp_path / "shard.py").write_text(DTENSORS, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "shard.py"]
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    shards = sorted(re.findall(r"torch\.Size\(.*?\)", run.stdout))
+    norms = re.findall(r"tensor\(([\d.]+)\)", run.stdout)
+    assert shards == ["torch.Size([1, 4, 12, 64])", "torch.Size([1, 4, 13, 64])"]
+    assert len(norms) == 2
+    assert len(set(norms)) == 1
 
 
 class Own(nn.Module):

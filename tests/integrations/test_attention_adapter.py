@@ -567,7 +567,7 @@ def invalid(change=None, encoding="rotate", positions=plain.dit_positions, **opt
 
 
 INVALID = {
-    "modules": ({"modules": "block*.attention"}, "modules: expected patterns of names such as blocks.0.attn"),
+    "modules": ({"modules": "block*.attention"}, r"modules: .* such as blocks\.\*\.attn, got 'block"),
     "name": ({"name": "blocks"}, "name: expected an attribute that the model does not have, got 'blocks'"),
     "positions": ({"positions": (4, 6)}, r"positions: .*tensor.* got \(4, 6\); .* Grid\(\(4, 6\)\)"),
     "encoding": ({"encoding": "rotary"}, r"encoding: unknown 'rotary'; did you mean 'rotate'\? Expected 'cosine'"),
@@ -585,6 +585,17 @@ INVALID = {
 }  # fmt: skip
 
 
+def test_modules_without_a_common_name():
+    """The error lists the names of the model's modules, and one of them works."""
+    model = plain.Dit()
+    for block in model.blocks:
+        block.mixer = block.attn
+        del block.attn
+    with pytest.raises(ValueError, match=r"modules: .* blocks\.\*\.mixer.*, got None, and no module is named attn, "):
+        adapt_attention(model, "rotate", plain.dit_positions)
+    adapt_attention(model, "rotate", plain.dit_positions, modules="blocks.*.mixer")
+
+
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_arguments(name):
     options, message = INVALID[name]
@@ -594,8 +605,9 @@ def test_invalid_arguments(name):
 
 def test_models_that_are_adapted_or_compiled():
     model = invalid()
-    with pytest.raises(ValueError, match=r"modules: expected modules that are not adapted, got blocks\.0\.attn"):
-        adapt_attention(model, "rotate", plain.dit_positions, name="again")
+    for name in ("encoding", "again"):
+        with pytest.raises(ValueError, match=r"modules: expected modules that are not adapted, got blocks\.0\.attn"):
+            adapt_attention(model, "rotate", plain.dit_positions, name=name)
     with pytest.raises(TypeError, match=r"model: expected an nn\.Module that is not compiled, got OptimizedModule"):
         adapt_attention(torch.compile(plain.Dit()), "rotate", plain.dit_positions)
     with pytest.raises(TypeError, match=r"model: expected an nn\.Module"):

@@ -63,7 +63,7 @@ def test_a_language_model():
     check(found, llama, (2, 3, 20, D))
     torch.testing.assert_close(found.arguments["omega"][0, :, 0].float(), series(16, 10000.0), rtol=1e-5, atol=1e-8)
     assert found.arguments["pairs"] == "half"
-    assert found.theta == (10000.0,)
+    assert found.bases == (10000.0,)
     assert set(found.arguments) == {"omega", "positions", "pairs"}
 
 
@@ -86,7 +86,7 @@ def test_axes(order, layout):
     assert found.arguments["pairs"] == layout
     expected = axial_omega(geometric_theta(8, 100.0), 16, 2, axis_order=order)
     torch.testing.assert_close(found.arguments["omega"], expected, rtol=1e-5, atol=1e-7)
-    assert found.theta == (100.0, 100.0)
+    assert found.bases == (100.0, 100.0)
     first, second = (0, 1) if order == "major_first" else (1, 0)
     assert found.axes == (first,) * 8 + (second,) * 8
 
@@ -189,7 +189,7 @@ def test_high_frequencies_are_equal_on_the_grid():
 def test_printed():
     found = recognise(with_prefix, head_dim=D, shape=SHAPE, prefix=5)
     expected = "rotate(x, omega=<(1, 16, 2)>, positions=Grid((5, 7), prefix=5, shift=(-2.0, -3.0)), pairs='half')"
-    note = "axis 0: 8 channels, theta 100; axis 1: 8 channels, theta 100"
+    note = "axis 0: 8 channels, base 100; axis 1: 8 channels, base 100"
     assert str(found) == str(found.arguments) == f"{expected}  # {note}"
 
 
@@ -233,6 +233,20 @@ def test_refusals(reason):
     with pytest.raises(TypeError) as error:
         recognise(REFUSED[reason], head_dim=D, shape=(20,))
     assert reason.partition(" (s")[0].partition(" (d")[0].partition(" (r")[0].partition(" (m")[0] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: llama(x.transpose(1, 2)).transpose(1, 2),
+        lambda x: turn(x, torch.arange(x.shape[1])[:, None, None] * LLAMA[1]),
+        lambda q, k: tuple(llama(x.transpose(1, 2)).transpose(1, 2) for x in (q, k)),
+    ],
+    ids=["fixed length", "any length", "q and k"],
+)
+def test_tokens_before_heads(function):
+    with pytest.raises(TypeError, match=r"which takes \(1, N, H, D\); wrap it .*\.transpose\(1, 2\)"):
+        recognise(function, head_dim=D, shape=(20,))
 
 
 def test_a_forgotten_prefix():

@@ -16,7 +16,7 @@ from lrpe_md import Coordinates, CosineMd, Grid, LinearAttention, PresetMd, Rota
 
 pytest.importorskip("timm")
 
-from lrpe_md.models.dit import DiT, patchify, unpatchify
+from lrpe_md.models.dit import DiT, TrainedGrids, patchify, unpatchify
 from lrpe_md.models.flow import (
     draw_times,
     flow_matching_loss,
@@ -301,7 +301,7 @@ BAD = {
     "preset of another order": (r"encoding: .*row-major.*'qwen2_vl_vision'", lambda: dit(encoding="qwen2_vl_vision")),
     "preset of other axes": (r"shape: eva02 expects a shape with 2", lambda: dit(num_axes=3, encoding="eva02")),
     "rules beside a preset": (r"preset flux1 defines both", lambda: dit(encoding="flux1", text_positions="zero")),
-    "rule": (r"rule: .*'left'", lambda: dit(text_positions="left")),
+    "rule": (r"text_positions: .*'left'", lambda: dit(text_positions="left")),
     "axis": (r"axes from 0 to 1, got \(2,\)", lambda: dit(text_positions="axis", image_after=(2,))),
     "absolute": (r"absolute: .*'learned'", lambda: dit(absolute="learned")),
     "attention": (r"attention: .*'flash'", lambda: dit(attention="flash")),
@@ -313,6 +313,9 @@ BAD = {
     ),
     "channels last": (r"got \(2, 8, 8, 3\); .*pass x.movedim\(3, 1\)", lambda: dit()(torch.randn(2, 8, 8, 3), None)),
     "odd size": (r"x: expected sizes that are multiples of \(2, 2\), got \(8, 7\)", lambda: dit()(*inputs(8, 7))),
+    "time as a number": (r"t: expected a floating-point .*, got 0\.5$", lambda: dit()(inputs()[0], 0.5)),
+    "grids": (r"sides: expected positive numbers, such as \(8,\), got 8", lambda: TrainedGrids(8)),
+    "empty grids": (r"sides: expected positive numbers, such as \(8,\), got \(\)", lambda: TrainedGrids(())),
     "time": (r"t: expected a floating-point tensor of shape \(2,\)", lambda: dit()(inputs()[0], torch.rand(3))),
     "texts": (
         r"text: expected batch size 2 \(one caption per sample\), got 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from lrpe_md.scripts.train.app import app as train
 from lrpe_md.scripts.train.checkpoint import digest_of
 from lrpe_md.scripts.train.config import settings_of
 from lrpe_md.scripts.train.encodings import IMAGES, TEXT, split_list, split_options
+from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, video
 from parametrizing import slow_except
 from typer.testing import CliRunner
@@ -138,7 +140,7 @@ def test_options_reach_the_model():
 @pytest.mark.parametrize(
     ("task", "encoding", "message"),
     [
-        ("digits", "wann", r"--encoding: unknown 'wann'; did you mean 'wan'\? Choose from: none; .*; eva02; .*"),
+        ("digits", "wann", r"unknown 'wann'; did you mean 'wan'\? .*--import MODULE\. Choose from: none; .*; eva02;"),
         ("digits", "rotat:base=3", r"--encoding: unknown 'rotat'; did you mean 'rotate'\?"),
         ("digits", "rotate:bas=3", r"rotate has no option 'bas' \(did you mean 'base'\?\); it accepts act, amplitude"),
         ("digits", "none:base=3", r"none has no option 'base'; it accepts act, dim"),
@@ -302,6 +304,16 @@ def test_a_run_of_another_definition_of_a_scheme_is_refused(tmp_path, registered
     define(3.0)
     with pytest.raises(typer.BadParameter, match=r"different settings \(scheme: was"):
         digits.run(chosen)
+    with pytest.warns(UserWarning, match="the definition of 'ours' differs from .*; register the original scheme"):
+        load_run(chosen.out)
+    define(2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_run(chosen.out)
+    del registry.REGISTERED[registered]
+    with pytest.raises(ValueError, match=r"scheme 'ours' to be registered; first import the module"):
+        load_run(chosen.out)
+    define(2.0)  # the fixture removes it
 
 
 def test_only_registered_schemes_have_a_fingerprint(registered):

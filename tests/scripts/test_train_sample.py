@@ -266,6 +266,7 @@ def bare(folder, settings):
 REFUSED = {
     "no checkpoint": (["--prompt", "a"], "expected a run's folder with a checkpoint.pt"),
     "a different task": (["--prompt", "a"], "was trained for a different task"),
+    "a scheme": (["--prompt", "a"], "scheme 'ours' to be registered; first import the module that registers it"),
     "size": (
         ["--size", "9x8", "--prompt", "a"],
         "--size: expected multiples of 2, the model's patch size, got 9x8; the next valid size is 10x8",
@@ -300,6 +301,9 @@ def test_refusals(run_folder, tmp_path, name):
         folder = tmp_path
     if name == "a different task":
         folder = bare(tmp_path / "digits", {"model": {"img_size": 8}})
+    if name == "a scheme":
+        settings = {"model": {"vocab_size": 256}, "encoding": "ours:learnable=true", "scheme": "1234"}
+        folder = bare(tmp_path / "lm", settings)
     result = invoke(folder, *args, "--out", tmp_path / "sheet.png", "--steps", 1)
     assert result.exit_code == 2, result.output
     assert message in result.output

@@ -548,9 +548,14 @@ def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_p
     tokens, _ = model.stream(x)
     torch.testing.assert_close(model.forward_head(tokens), model(x))
     with pytest.raises(
-        typer.BadParameter, match=rf"fine-tune it at a different length or size, pass --weights {first} --r"
+        typer.BadParameter,
+        match=r"To test it at this length, pass --test-frames 8 instead\. "
+        rf"To fine-tune it at a different length or size, pass --weights {first} --r",
     ):
         train_once(footage, first, frames=8)
+    with pytest.raises(typer.BadParameter) as both:
+        train_once(footage, first, frames=8, size=16)
+    assert "To test it" not in str(both.value)
 
 
 @needs_decoder
@@ -571,6 +576,31 @@ def test_a_finished_run_is_tested_at_another_size(footage, tmp_path, capsys):
         typer.BadParameter, match=r"To test it at this size, pass --test-size 16 instead\. To fine-tune"
     ):
         train_once(footage, first, size=16)
+
+
+@needs_decoder
+def test_a_finished_run_is_tested_at_another_length(footage, tmp_path):
+    """Up to twice the training length, the test length affects neither the weights nor the test clips."""
+    first = tmp_path / "first"
+    trained = train_once(footage, first, test_size=0)
+    assert set(trained["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8"}
+    alone = train_once(footage, first, test_size=0, test_frames=0)
+    assert alone["accuracy"]["rescaled"] == {"4x8x8": trained["accuracy"]["rescaled"]["4x8x8"]}
+    longer = train_once(footage, first, test_size=0, test_frames=12)
+    assert set(longer["accuracy"]["rescaled"]) == {"4x8x8", "12x8x8"}
+    assert longer["loss"] == trained["loss"]
+    with pytest.raises(typer.BadParameter, match=r"--test-frames: expected at most 40 frames, which fit .* got 44"):
+        train_once(footage, first, test_frames=44)
+    with pytest.raises(typer.BadParameter, match=r"--test-frames: expected a multiple of 2, or 0 to test only at --f"):
+        train_once(footage, first, tubelet=2, test_frames=3)
+
+
+def test_a_dropped_position_table_is_announced(tmp_path, capsys):
+    options = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 2}
+    torch.save(LrpeVisionTransformer(absolute="learned", **options).state_dict(), tmp_path / "image.pt")
+    for absolute, said in (("none", "left out: pos_embed"), ("learned", "image.pt\n")):
+        start_from(LrpeVideoTransformer(tubelet_size=2, absolute=absolute, **options), tmp_path / "image.pt")
+        assert said in capsys.readouterr().err
 
 
 def test_image_weights_of_a_run_that_shows_motion(tmp_path, capsys):

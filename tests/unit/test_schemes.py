@@ -366,10 +366,23 @@ def similarity(figure):
 
 def test_positions_that_a_scheme_does_not_support():
     module = PresetMd(Scheme("", 8, Axial((1, 1))))
-    rule = 'has no rule for text tokens, got 1; for unrotated tokens, use a Scheme with tokens=Tokens(0, "skip")'
-    with pytest.raises(ValueError, match=re.escape(f"{rule}, or Grid((3, 4), prefix=1)") + "$"):
-        module.positions(1, (3, 4))
-    with pytest.raises(ValueError, match=re.escape(rule) + "$"):  # Grid would be at other positions
+    rule, scheme = (
+        "has no rule for text tokens, got 1; for unrotated tokens, ",
+        'use a Scheme with tokens=Tokens(0, "skip")',
+    )
+    for segments, grid in (
+        ((1, (3, 4)), "(3, 4), prefix=1"), (((3, 4), 1), "(3, 4), suffix=1"),
+        ((1, (3, 4), 2), "(3, 4), prefix=1, suffix=2"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(f"{rule}pass positions=Grid({grid}), or {scheme}") + "$"):
+            module.positions(*segments)
+    video = PresetMd("wan", head_dim=64)
+    with pytest.raises(ValueError, match=re.escape("pass positions=Grid((2, 3, 4), prefix=5), or use a Scheme")):
+        video.positions(5, (2, 3, 4))
+    for segments in ((1,), (1, (3, 4), (3, 4))):  # no single grid
+        with pytest.raises(ValueError, match=re.escape(rule + scheme) + "$"):
+            module.positions(*segments)
+    with pytest.raises(ValueError, match=re.escape(rule + scheme) + "$"):  # Grid would be at other positions
         preset(replace(OWN, tokens=None, tokens_start=None, grid=FUNCTIONS["cells"])).positions(1, (3, 4))
     skip = PresetMd(Scheme("", 8, Axial((1, 1)), tokens=Tokens(0, "skip")))
     assert skip.positions(1, (3, 4)) == Grid((3, 4), prefix=1)

@@ -47,14 +47,14 @@ class LinearTile(NamedTuple):
 
 # Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md. Causal
 # kernels pad their states, so no state has between 16,384 and 24,576 elements, and causal rows have one entry fewer.
-# With the delta rule, states have at most 16,384 elements, and in one pass at most 8,192. With 128 registers, 4 programs
-# of 4 warps fit on a multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4 warps would
-# have too little work. Twice as many programs can then run at once.
+# With the delta rule, states have at most 16,384 elements, and in one pass at most 8,192. With 128 registers, 4
+# programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4
+# warps would have too little work. Twice as many programs can then run at once.
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
 _32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
-_32_TWO, _16_TWO, _32_SHALLOW = LinearTile(32, 8, 2), LinearTile(16, 8, 2), LinearTile(32, 4, 2)
+_32_TWO, _32_SHALLOW = LinearTile(32, 8, 2), LinearTile(32, 4, 2)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.FORWARD: (_16_SMALL, LinearTile(16, 4, 4, 80), _16_DEEP),
     LinearPass.BACKWARD: (_16_SMALL, _16_DEEP, LinearTile(16, 4, 4, 168)),

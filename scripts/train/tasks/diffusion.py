@@ -5,8 +5,7 @@
 
 The command writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the
 run's folder. Run it again to resume an interrupted run. Use `lrpe-md train sample` to sample your own prompts or
-classes. To get emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with
-file_name and text next to the folder img/google/64 in the package.
+classes. docs/diffusion.md shows how to build emoji64.zip.
 """
 
 from __future__ import annotations

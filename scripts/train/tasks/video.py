@@ -96,6 +96,10 @@ class VideoTraining(Training):
         64, "Additional test size, in pixels; 0 tests only at --size. To test a finished run at another size, repeat "
         "its command with a different --test-size.", least=0, off=True, free=True,
     )  # fmt: skip
+    test_frames: int | None = option(
+        None, "Additional test length, in frames; 0 tests only at --frames. To test a finished run at another length, "
+        "repeat its command with a different --test-frames. Default: twice --frames.", least=0, off=True, free=True,
+    )  # fmt: skip
     reference: str = option(
         "", "FRAMESxSIZE, such as 8x48: interpolate positions to the grid of clips of this length and size. To "
         "fine-tune at a different length or size, pass those that --weights were trained at. With --causal, only "
@@ -135,6 +139,8 @@ class VideoTraining(Training):
     )
 
     def __post_init__(self) -> None:
+        if self.test_frames is None:
+            object.__setattr__(self, "test_frames", 2 * self.frames)  # the dataclass is frozen
         super().__post_init__()
         choose("--task", [self.task], ("labels", *TASKS))
         choose("--sampling", [self.sampling], SAMPLINGS)
@@ -146,21 +152,27 @@ class VideoTraining(Training):
             )
         for name, default in (("flip", self.task != "labels"), ("motion", not self.causal)):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, default)  # the dataclass is frozen
+                object.__setattr__(self, name, default)
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
-        for name, by in (("size", self.patch), ("test_size", self.patch), ("frames", self.tubelet)):
-            value, is_optional = getattr(self, name), name == "test_size"
-            if value % by or (value < 1 and not is_optional):
-                least = ", or 0 to test only at --size" if is_optional else f", at least {by}"
-                raise typer.BadParameter(f"--{name.replace('_', '-')}: expected a multiple of {by}{least}, got {value}")
+        for name, by in (("size", self.patch), ("frames", self.tubelet)):
+            for option_name, least in (
+                (name, f", at least {by}"),
+                (f"test_{name}", f", or 0 to test only at --{name}"),
+            ):
+                value = getattr(self, option_name)
+                if value % by or (value < 1 and option_name == name):
+                    raise typer.BadParameter(
+                        f"--{option_name.replace('_', '-')}: expected a multiple of {by}{least}, got {value}"
+                    )
         if self.task == "labels":
             check_ignored(self, "segment", "does not work with --task labels, which tests whole videos; leave it out")
         else:
             check_ignored(self, "sampling", "only works with --task labels; leave it out")
         multiple = 1 if self.task == "labels" else TASKS[self.task].multiple
-        if self.frames % multiple:
-            raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
+        for name, value in (("--frames", self.frames), ("--test-frames", self.test_frames or 0)):
+            if value % multiple:
+                raise typer.BadParameter(f"{name}: expected a multiple of {multiple} for {self.task}, got {value}")
         if self.window and self.drop:
             raise typer.BadParameter(f"--window {self.window}: can't be used with --drop, got --drop {self.drop}")
         if self.window and not (self.causal and "softmax" in VIDEOS.split_attention(self.attention)):
@@ -293,8 +305,21 @@ def accuracy(
 
 
 def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
-    """Return the start frame of each test clip."""
-    starts = footage.starts(2 * config.frames * config.every, held_out=True)
+    """Return the start frame of each test clip.
+
+    Up to twice --frames, the test length does not change the test clips.
+
+    Raises:
+        typer.BadParameter: if no held-out segment is long enough for --test-frames.
+    """
+    frames = max(2 * config.frames, config.test_frames or 0)
+    starts = footage.starts(frames * config.every, held_out=True)
+    if not len(starts):
+        longest = max(s.stop - s.start for s in footage.segments if s.held_out) // config.every
+        raise typer.BadParameter(
+            f"--test-frames: expected at most {longest} frames, which fit into a held-out segment at --every "
+            f"{config.every}, got {config.test_frames}"
+        )
     number = max(1, min(len(starts), config.test_samples // TASKS[config.task].num_classes))
     return space_evenly(starts, number)
 
@@ -306,8 +331,9 @@ def space_evenly(values: np.ndarray, number: int) -> np.ndarray:
 
 def conditions(config: VideoTraining) -> list[tuple[int, int]]:
     """Return the test lengths and sizes, starting with the training length and size."""
-    larger = [(config.frames, config.test_size)] if config.test_size else []
-    return [(config.frames, config.size), (2 * config.frames, config.size), *larger]
+    frames, size = config.frames, config.size
+    pairs = [(frames, size), (config.test_frames or frames, size), (frames, config.test_size or size)]
+    return list(dict.fromkeys(pairs))
 
 
 def evaluate(config: VideoTraining, footage: dict[int, Footage], trainer: Trainer) -> dict[str, Any]:
@@ -401,10 +427,11 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
         describe_few("video", videos.held_out, videos.labels, videos.names, advice),
     )
     tests = find_test_videos(config, videos)
-    longer = replace(sampling, frames=2 * config.frames).describe_short(videos.lengths[tests], "test videos")
+    frames = config.test_frames or config.frames
+    short = replace(sampling, frames=frames).describe_short(videos.lengths[tests], "test videos")
     report(
         sampling.describe_short(videos.lengths, "videos"),
-        f"Test with {2 * config.frames} frames: {longer}" if longer else "",
+        f"Test with {frames} frames: {short}" if short and frames != config.frames else "",
     )
     arguments = model_arguments(config, len(videos.names))
 
@@ -447,6 +474,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
     by_size = {size: load(size) for _, size in conditions(config)}
     footage = by_size[config.size]
     starts = torch.from_numpy(footage.starts(span, held_out=False)).to(device)
+    held_out_starts(config, footage)  # check --test-frames before training
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
