@@ -14,7 +14,12 @@ import typer
 from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
-from timm.models import adapt_input_conv, is_model, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
+from timm.models import (  # pyright: ignore[reportPrivateImportUsage]
+    adapt_input_conv,
+    get_pretrained_cfg,
+    is_model,
+    load_state_dict,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -57,7 +62,7 @@ def start_from(
 
     The head, class and register tokens, and the encoding may differ. The norms of linear attention may be missing.
     Weights of a vision transformer are resampled to the model's sizes. Weights of an image model are inflated for a
-    video model.
+    video model. Weights of a timm model are converted to pixels in [-1, 1].
 
     Returns:
         a hash of the weights.
@@ -70,6 +75,9 @@ def start_from(
     digest, grid = digest_of(found), _find_trained_grid(before, found)
     is_image = getattr(found.get("patch_embed.proj.weight"), "ndim", 0) == 4
     own, in_file = model.state_dict(), found.keys()
+    trained_pixels = None if before else _find_other_pixels(settings or {}, found)
+    if trained_pixels:
+        found = _convert_pixels(found, *trained_pixels)
     found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
     dropped = {"pos_embed"} & in_file - found.keys()
     for name, module in model.named_modules():
@@ -98,6 +106,8 @@ def start_from(
     if PartialState().is_main_process:
         new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys() | dropped))
         said = [f"{text} {', '.join(names)}" for text, names in (("new:", new), ("left out:", unused)) if names]
+        if trained_pixels:
+            said.append("patch_embed converted from pixels with mean {} and std {}".format(*trained_pixels))
         typer.echo(f"Starting from {path}" + (f" ({'; '.join(said)})" if said else ""), err=True)
         for name in ("encoding", "patch"):  # patch weights were resampled
             ours, trained = ((each or {}).get(name) for each in (settings, before))
@@ -276,6 +286,34 @@ def _as_option(name: str, value: Any = True) -> str:
     if isinstance(value, bool):
         return f"--{'' if value else 'no-'}{option}"
     return f"--{option} {shlex.quote(str(value))}"
+
+
+def _find_other_pixels(settings: dict[str, Any], found: dict[str, Tensor]) -> tuple[tuple[float, ...], ...] | None:
+    """Return the mean and std of the pixels of --model's pretrained weights, or None if these pixels are in [-1, 1]."""
+    name = _part_of(settings, "model").get("model")
+    known = get_pretrained_cfg(name) if name else None
+    kernel = found.get("patch_embed.proj.weight")
+    if known is None or kernel is None or kernel.ndim != 4 or kernel.shape[1] != len(known.mean):
+        return None
+    pixels = tuple(known.mean), tuple(known.std)
+    return None if {*known.mean, *known.std} == {0.5} else pixels
+
+
+def _convert_pixels(found: dict[str, Tensor], mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Tensor]:
+    """Convert weights trained on normalised pixels to pixels in [-1, 1], with the same outputs."""
+    kernel = found["patch_embed.proj.weight"]
+    scale = 0.5 / torch.tensor(std, dtype=torch.float64)
+    offset = (0.5 - torch.tensor(mean, dtype=torch.float64)) / torch.tensor(std, dtype=torch.float64)
+    shift = (kernel.double() * offset[:, None, None]).sum((1, 2, 3))
+    converted = {"patch_embed.proj.weight": (kernel.double() * scale[:, None, None]).to(kernel.dtype)}
+    bias, table = "patch_embed.proj.bias", "pos_embed"
+    if bias in found:
+        converted[bias] = (found[bias].double() + shift).to(found[bias].dtype)
+    elif table in found:  # models that normalise patches first have no bias
+        number, prefix = found[table].shape[1], sum(found[name].shape[1] for name in PREFIX if name in found)
+        rows = torch.arange(number) >= (0 if math.isqrt(number) ** 2 == number else prefix)
+        converted[table] = (found[table].double() + rows[:, None] * shift).to(found[table].dtype)
+    return {**found, **converted}
 
 
 def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, Any]:

@@ -459,6 +459,23 @@ def test_lines_in_the_result_build_the_same_model_with_timm(attention, data, tmp
         assert torch.equal(names["model"].eval()(x), model(x)), name
 
 
+@pytest.mark.parametrize("size", [(32, 32), (32, 48)])
+def test_exported_models_state_the_preprocessing_of_the_run(size, tmp_path):
+    """This includes timm models with other pretrained statistics, such as DeiT."""
+    ramps = np.meshgrid(np.linspace(0, 255, 70), np.linspace(0, 255, 90), [0, 128, 255], indexing="ij")
+    Image.fromarray(np.where(ramps[2] == 128, ramps[1], ramps[0]).astype(np.uint8)).save(tmp_path / "0.png")
+    arguments = {
+        "model": "deit_tiny_patch16_224", "img_size": size, "in_chans": 3, "num_classes": 2, "encoding": "rotate",
+    }  # fmt: skip
+    names: dict = {"timm": timm, "adapt": adapt}
+    exec("\n".join(train_image.list_export_lines(arguments)), names)
+    config = timm.data.resolve_model_data_config(names["model"])
+    found = timm.data.create_transform(**config)(Image.open(tmp_path / "0.png"))
+    expected = resized(image_data.read_image(tmp_path / "0.png", size)[None], size)[0]
+    assert found.shape == expected.shape
+    assert (found - expected).abs().mean() < 0.05  # timm resizes before it crops
+
+
 def test_phase_rotates_only_keys():
     module = CosineMd(8, 2, num_heads=2, base=100.0, act="softplus", phase="k")
     q, k = torch.randn(2, 1, 2, 6, 8).unbind(0)
@@ -664,6 +681,32 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
     torch.testing.assert_close(found["pos_embed"], table)
     assert found.keys() == before.keys()
     assert f"Starting from {path} (new: head; left out: cls_token, head)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "vit_base_patch16_clip_224", "deit3_small_patch16_224"])
+def test_timms_weights_are_converted_to_the_pixels_of_the_run(name, tmp_path, capsys):
+    """CLIP's patches have no bias, and DeiT-III's position table has no row for the class token."""
+    theirs = timm.create_model(name, depth=1, img_size=32, num_classes=3).eval()
+    theirs.load_state_dict(random_weights(theirs))
+    torch.save(theirs.state_dict(), tmp_path / "w.pt")
+    arguments = {"model": name, "depth": 1, "img_size": (32, 32), "in_chans": 3, "num_classes": 3, "encoding": None}
+    model = train_image.build_model(arguments, keep_table=True).eval()
+    start_from(model, tmp_path / "w.pt", {"model": arguments})
+    known = timm.get_pretrained_cfg(name)
+    assert known is not None
+    said = f"patch_embed converted from pixels with mean {tuple(known.mean)} and std {tuple(known.std)})"
+    assert said in capsys.readouterr().err
+    mean, std = (torch.tensor(each)[:, None, None] for each in (known.mean, known.std))
+    pixels = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(2 * pixels - 1), theirs((pixels - mean) / std), rtol=1e-3, atol=1e-3)
+
+    settings = {"settings": json.dumps({"model": arguments})}
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "run.safetensors", settings)
+    again = train_image.build_model(arguments, keep_table=True)
+    start_from(again, tmp_path / "run.safetensors", {"model": arguments})
+    assert torch.equal(again.patch_embed.proj.weight, model.patch_embed.proj.weight)
+    assert "converted" not in capsys.readouterr().err
 
 
 def test_patches_of_another_size_are_announced(tmp_path, capsys):

@@ -265,7 +265,8 @@ def shape_arguments(config: ImageTraining) -> dict[str, Any]:
 def list_export_lines(arguments: dict[str, Any], *, keep_table: bool = False) -> list[str]:
     """Return the lines of Python that build the model of :func:`build_model` with timm and ``adapt``.
 
-    The state_dict of the built model has the same names. The list is empty for a model that timm can't build, because
+    The state_dict of the built model has the same names. timm's ``resolve_model_data_config`` returns the preprocessing
+    of the run. The list is empty for a model that timm can't build, because
     it has a sinusoidal position table.
     """
     given = dict(arguments)
@@ -277,6 +278,11 @@ def list_export_lines(arguments: dict[str, Any], *, keep_table: bool = False) ->
     given = {each: value for each, value in given.items() if each not in ADAPTED and (value or each not in FLAGS)}
     has_table = absolute == "learned" or ("model" in arguments and keep_table)
     given |= {"dynamic_img_size": True} if has_table else {"pos_embed": "none", "dynamic_img_size": True}
+    channels = given.get("in_chans", 3)
+    given["pretrained_cfg_overlay"] = {
+        "input_size": (channels, *given["img_size"]), "mean": (0.5,) * channels, "std": (0.5,) * channels,
+        "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bicubic",
+    }  # fmt: skip
     lines = [
         f"model = timm.create_model({name!r}, {', '.join(f'{each}={value!r}' for each, value in given.items())})",
         f"model = adapt(model, {encoding!r}{''.join(f', {each}={value!r}' for each, value in adapted.items())})",
