@@ -266,8 +266,7 @@ def list_export_lines(arguments: dict[str, Any], *, keep_table: bool = False) ->
     """Return the lines of Python that build the model of :func:`build_model` with timm and ``adapt``.
 
     The state_dict of the built model has the same names. timm's ``resolve_model_data_config`` returns the preprocessing
-    of the run. The list is empty for a model that timm can't build, because
-    it has a sinusoidal position table.
+    of the run. The list is empty for a model with a sinusoidal position table, which timm can't build.
     """
     given = dict(arguments)
     absolute, reference = given.pop("absolute", "none"), given.pop("reference", None)
