@@ -96,7 +96,7 @@ def load_clip(folder: str | Path, path: str | Path) -> Tensor:
 
 
 def load_frames(folder: str | Path, path: str | Path) -> Tensor:
-    """Read a whole video with the frame size and the distance between frames of a run of `lrpe-md train video`.
+    """Read a whole video with the frame size and frame spacing of a run of `lrpe-md train video`.
 
     A model trained with ``--causal`` can process the frames in chunks of whole tubelets, such as ``frames.split(1,
     dim=2)``.
