@@ -631,7 +631,7 @@ def _check_patch_size(num_axes: int, patch_size: int | Sequence[int]) -> tuple[i
     if isinstance(patch_size, int):
         patch_size = (1,) * (num_axes - 2) + (patch_size, patch_size)
     if len(patch_size) != num_axes or min(patch_size) < 1:
-        raise ValueError(f"patch_size: expected a size for each of {num_axes} axes, got {tuple(patch_size)}")
+        raise ValueError(f"patch_size: expected a size for each of the {num_axes} axes, got {tuple(patch_size)}")
     return tuple(patch_size)
 
 

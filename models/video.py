@@ -81,7 +81,7 @@ class TubeletEmbed(nn.Module):
         """Return the grid size (T, H, W) for a video of size (frames, height, width)."""
         if len(size) != 3 or any(n % p for n, p in zip(size, self.patch_size, strict=True)):
             raise ValueError(
-                f"x: expected a video of frames, height and width in multiples of {self.patch_size} "
+                f"x: expected frames, height and width to be multiples of {self.patch_size} "
                 f"(tubelet_size, patch_size), got {tuple(size)}; crop or pad it"
             )
         return tuple(n // p for n, p in zip(size, self.patch_size, strict=True))
@@ -206,7 +206,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self.sincos = CosineMd(self.embed_dim // 2, 3) if absolute == "sincos" else None
         if causal and self.global_pool == "token":
             raise ValueError(
-                "global_pool: expected 'avg' with causal='frames', because a class token sees no frame, got 'token'"
+                "global_pool: expected 'avg' with causal='frames', because class tokens don't see frames, got 'token'"
             )
         self.space_time: SpaceTime = space_time
         self.causal: Literal["frames"] | None = causal

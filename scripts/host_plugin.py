@@ -102,7 +102,7 @@ def read_versions() -> dict[str, str]:
 
 
 class OutcomeRecorder:
-    """Records the outcome of each test, the models that were adapted, and the versions of the libraries."""
+    """Record the outcome of each test, the models that were adapted, and the versions of the libraries."""
 
     def __init__(self, file: Path, maker: ModelAdapter) -> None:
         self.file, self.maker = file, maker

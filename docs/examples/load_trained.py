@@ -1,4 +1,4 @@
-"""Load a vision transformer that `lrpe-md train image` or `lrpe-md train digits` has trained.
+"""Load a vision transformer trained with `lrpe-md train image` or `lrpe-md train digits`.
 
     python docs/examples/load_trained.py runs/digits
     python docs/examples/load_trained.py runs/mine --picture cat.png

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> list[int]:
     parser.add_argument("--run", type=Path, help="Folder of a run of `lrpe-md train video --causal`")
     parser.add_argument("--video", type=Path, help="Video file, with --run")
     parser.add_argument("--frames", type=int, default=1000, help="Number of frames of the moving square")
-    parser.add_argument("--window", type=int, default=4, help="Frames that softmax attention sees, itself included")
+    parser.add_argument("--window", type=int, default=4, help="Window of softmax attention, in frames")
     parser.add_argument("--rule", choices=("delta", "add"), default="delta", help="How a frame enters the memory")
     args = parser.parse_args(argv)
     if (args.run is None) != (args.video is None):

@@ -113,7 +113,7 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     return tuple(parts)
 
 
-def check_split(split: Any, num_axes: int, owner: str = "") -> None:
+def check_split(split: Any, num_axes: int, owner: str = "the ") -> None:
     """Check that ``split`` has one share per axis. ``owner`` names the scheme in the error, such as "wan's "."""
     example = (1,) * num_axes
     if not isinstance(split, Sequence):
@@ -143,7 +143,7 @@ def warn_of_idle_axes(
     idle = [str(axis) for axis, share in enumerate(shares) if share and not widths[axis]]
     if idle:
         warnings.warn(
-            f"head_dim: expected channels for each of {len(widths)} axes, got {tuple(widths)}: positions on "
+            f"head_dim: expected channels for each of the {len(widths)} axes, got {tuple(widths)}: positions on "
             f"{'axis' if len(idle) == 1 else 'axes'} {' and '.join(idle)} have no effect. Use a larger head_dim or "
             f"fewer axes, or choose each axis's share with {remedy}",
             stacklevel=stacklevel,
@@ -212,7 +212,7 @@ def axial_omega(
         check_dense("theta", t, "(E,) or (H, E), or one for each axis")
     thetas = thetas if isinstance(theta, (tuple, list)) else thetas * num_axes
     if len(thetas) != num_axes:
-        raise ValueError(f"theta: expected one tensor for each of {num_axes} axes, got {len(thetas)}")
+        raise ValueError(f"theta: expected one tensor for each of the {num_axes} axes, got {len(thetas)}")
     for t in thetas:
         if t.ndim not in (1, 2) or not t.is_floating_point():
             raise ValueError(
@@ -231,7 +231,7 @@ def axial_omega(
         widths = list(split_channels(num_channels, (1,) * num_axes, remainder=0))
     else:
         if len(sections) != num_axes or min(sections) < 0:
-            raise ValueError(f"sections: expected a width for each of {num_axes} axes, got {tuple(sections)}")
+            raise ValueError(f"sections: expected a width for each of the {num_axes} axes, got {tuple(sections)}")
         widths = [sections[axis] for axis in order]
     if isinstance(axis_map, str):
         members, channels = _PLACES[axis_map](widths, num_channels)
@@ -275,7 +275,7 @@ def _axis_per_head(
     if sections is None:
         sections = split_channels(num_axes if num_heads is None else num_heads, (1,) * num_axes, remainder=0)
     if len(sections) != num_axes or min(sections) < 0:
-        raise ValueError(f"sections: expected a number of heads for each of {num_axes} axes, got {tuple(sections)}")
+        raise ValueError(f"sections: expected a number of heads for each of the {num_axes} axes, got {tuple(sections)}")
     num_heads = sum(sections) if num_heads is None else num_heads
     if sum(sections) > num_heads:
         raise ValueError(f"sections: expected at most {num_heads} heads in total, got {tuple(sections)}")

@@ -99,7 +99,8 @@ def longrope_scaling(
     divisors = torch.as_tensor(long if length > original_length else short, dtype=theta.dtype, device=theta.device)
     if divisors.shape != theta.shape[-1:]:
         raise ValueError(
-            f"short, long: expected a divisor for each of {theta.shape[-1]} frequencies, got {tuple(divisors.shape)}"
+            f"short, long: expected a divisor for each of the {theta.shape[-1]} frequencies, got "
+            f"{tuple(divisors.shape)}"
         )
     amplitude = math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
     return theta / divisors, amplitude

@@ -60,7 +60,7 @@ def _make(name: str) -> nn.Module:
         if cls is None:
             raise ValueError(f"expected a diffusers class, got {config['_class_name']!r}")
         return cls.from_config(config)
-    # An import statement would make type checkers read all of its models, which takes long.
+    # An import statement would make type checkers read all of its models, which is slow.
     transformers: Any = import_module("transformers")
     return transformers.AutoModel.from_config(
         transformers.AutoConfig.from_pretrained(name if config is None else str(path))

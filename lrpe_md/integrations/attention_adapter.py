@@ -602,7 +602,9 @@ def _build(
     if built is None:
         raise ValueError(f"encoding: expected an encoding, got {encoding!r}")
     if isinstance(built, nn.ModuleList) and len(built) != len(found):
-        raise ValueError(f"encoding: expected one module for each of {len(found)} attention modules, got {len(built)}")
+        raise ValueError(
+            f"encoding: expected one module for each of the {len(found)} attention modules, got {len(built)}"
+        )
     device = next((t.device for module in found.values() for t in module.parameters()), None)
     return built if device is None else built.to(device)
 

@@ -121,7 +121,7 @@ Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement for a val
 
 
 class Copier:
-    """Copies functions, and replaces the functions that they call with ``exchange(function)``.
+    """Copy functions, and replace the functions that they call with ``exchange(function)``.
 
     ``names`` maps further names to other names in the same place. They are only replaced in the first function, and not
     in those that it calls.

@@ -454,8 +454,8 @@ class PresetMd(FrequencyModule):
         if not (type(own) is Grid and own.shape == positions.shape and is_plain_grid(own)):
             prefix = f"{positions.prefix}, " if positions.prefix else ""
             warnings.warn(
-                f"positions: expected those of {self.preset.name!r}, which has its own rule, got a plain Grid; pass "
-                f"module.positions({prefix}{positions.shape})",
+                f"positions: expected positions from {self.preset.name!r}, which has its own rule, got a plain Grid; "
+                f"pass module.positions({prefix}{positions.shape})",
                 stacklevel=6,
             )
 

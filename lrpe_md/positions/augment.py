@@ -58,7 +58,7 @@ class AugmentPositions(nn.Module):
             strength: Any = {"shift": shift, "jitter": jitter, "rescale": rescale, "perturb": perturb}[name]
             numbers = [strength] if not isinstance(strength, Sequence) else strength
             if strength is not None and not all(least <= number < math.inf for number in numbers):
-                raise ValueError(f"{name}: expected numbers of at least {least}, got {strength}")
+                raise ValueError(f"{name}: expected each number to be at least {least}, got {strength}")
         self.shift, self.jitter, self.rescale, self.perturb = shift, jitter, rescale, perturb
         self.state = torch.Generator("cpu").manual_seed(seed).get_state()
 
@@ -106,7 +106,7 @@ class AugmentPositions(nn.Module):
 
 def _per_axis(name: str, strength: Any, num: int) -> Tensor:
     if isinstance(strength, Sequence) and len(strength) != num:
-        raise ValueError(f"{name}: expected a number for each of {num} axes, got {strength}")
+        raise ValueError(f"{name}: expected a number for each of the {num} axes, got {strength}")
     return torch.as_tensor(strength, dtype=torch.float64, device="cpu").expand(num)
 
 

@@ -161,7 +161,9 @@ class Coordinates(Rules):
         for name, given, missing in (("low", low, -math.inf), ("high", high, math.inf)):
             values = tuple(given) if isinstance(given, Sequence) else (given,) * self.num_axes
             if len(values) != self.num_axes or not all(v is None or isinstance(v, Real) for v in values):
-                raise ValueError(f"{name}: expected a number or None for each of {self.num_axes} axes, got {given!r}")
+                raise ValueError(
+                    f"{name}: expected a number or None for each of the {self.num_axes} axes, got {given!r}"
+                )
             bounds.append([missing if v is None else float(v) for v in values])
         if any(a > b for a, b in zip(*bounds, strict=True)):
             raise ValueError(f"low, high: expected low <= high on each axis, got {low}, {high}")
@@ -253,13 +255,13 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
         check_dense(name, value, "(K,)")
         if value.ndim > 1 or (value.ndim == 1 and value.shape[0] not in (1, num_axes)) or not is_real(value):
             raise ValueError(
-                f"{name}: expected a number for each of {num_axes} axes, got {value.dtype} {tuple(value.shape)}"
+                f"{name}: expected a number for each of the {num_axes} axes, got {value.dtype} {tuple(value.shape)}"
             )
         return value.expand(num_axes)
     values = tuple(value) if isinstance(value, Sequence) else (value,) * num_axes
     numbers = (isinstance(v, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(v, bool) for v in values)
     if len(values) != num_axes or not all(numbers):
-        raise ValueError(f"{name}: expected a number for each of {num_axes} axes, got {value!r}")
+        raise ValueError(f"{name}: expected a number for each of the {num_axes} axes, got {value!r}")
     return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
 
 

@@ -205,11 +205,11 @@ class Grid(Rules):
         """Rescale positions to a grid of size ``reference``, s → s · reference_j / n_j (EVA-02). None skips an axis."""
         if not isinstance(reference, (int, Iterable)) or isinstance(reference, str):
             found = "a Grid; pass its shape" if isinstance(reference, Grid) else type(reference).__name__
-            raise TypeError(f"reference: expected a size, or one for each of {self.num_axes} axes, got {found}")
+            raise TypeError(f"reference: expected a size, or one for each of the {self.num_axes} axes, got {found}")
         sizes = (reference,) * self.num_axes if isinstance(reference, int) else tuple(reference)
         if len(sizes) != self.num_axes or not all(r is None or r > 0 for r in sizes):
             raise ValueError(
-                f"reference: expected a positive size, or None, for each of {self.num_axes} axes, got {reference}"
+                f"reference: expected a positive size, or None, for each of the {self.num_axes} axes, got {reference}"
             )
         return self.rescale([1.0 if r is None else r / n for r, n in zip(sizes, self._sizes, strict=True)])
 
@@ -251,7 +251,9 @@ class Grid(Rules):
             ValueError: if the crop is so small and so far from 0 that the last position would precede the first.
         """
         if not len(start) == len(stop) == self.num_axes:
-            raise ValueError(f"start, stop: expected a number for each of {self.num_axes} axes, got {start}, {stop}")
+            raise ValueError(
+                f"start, stop: expected a number for each of the {self.num_axes} axes, got {start}, {stop}"
+            )
         steps = []
         for a, b, n in zip(start, stop, self._sizes, strict=True):
             length = b * (n - 1) / n - a
@@ -390,7 +392,7 @@ def window_order(shape: Sequence[int], window: int | Sequence[int], device: torc
     """
     windows = (window,) * len(shape) if isinstance(window, int) else tuple(window)
     if len(windows) != len(shape) or not all(w > 0 for w in windows):
-        raise ValueError(f"window: expected a positive size for each of {len(shape)} axes, got {window}")
+        raise ValueError(f"window: expected a positive size for each of the {len(shape)} axes, got {window}")
     for size in shape:
         check_at_least(0, shape=size)
     index = torch.arange(math.prod(shape), device=device)

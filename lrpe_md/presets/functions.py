@@ -92,7 +92,7 @@ def sequence(shape: Shape) -> Grid:
 
 def _merge(shape: Shape, merge: int) -> Coordinates:
     if shape[1] % merge or shape[2] % merge:
-        raise ValueError(f"shape: expected height and width in multiples of {merge}, got {shape[1:]}")
+        raise ValueError(f"shape: expected height and width to be multiples of {merge}, got {shape[1:]}")
     return Grid(shape).take(window_order(shape, (1, merge, merge)))
 
 

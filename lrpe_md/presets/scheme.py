@@ -80,7 +80,9 @@ class Axial:
         if isinstance(self.remainder, int) and not 0 <= self.remainder < self.num_axes:
             raise ValueError(f"remainder: expected an axis from 0 to {self.num_axes - 1}, got {self.remainder}")
         if isinstance(self.scaling, Sequence) and len(self.scaling) != self.num_axes:
-            raise ValueError(f"scaling: expected one scaling for each of {self.num_axes} axes, got {len(self.scaling)}")
+            raise ValueError(
+                f"scaling: expected one scaling for each of the {self.num_axes} axes, got {len(self.scaling)}"
+            )
 
     @property
     def num_axes(self) -> int:
@@ -308,7 +310,7 @@ class Scheme:
         num_axes = self.frequencies.num_axes
         check_axis_numbers(num_axes, after=self.after, advance=self.advance)
         if self.apart is not None and len(self.apart) != num_axes:
-            raise ValueError(f"apart: expected a number for each of {num_axes} axes, got {self.apart}")
+            raise ValueError(f"apart: expected a number for each of the {num_axes} axes, got {self.apart}")
         if self.reference is not None and (len(self.reference) != num_axes or min(self.reference) < 1):
             raise ValueError(f"reference: expected {num_axes} positive sizes, got {self.reference}")
         if self.tokens is not None and self.tokens.rule == "axis":

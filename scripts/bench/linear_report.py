@@ -80,7 +80,7 @@ def linear_table(rows: Any) -> str:
         return ""
     works = list(dict.fromkeys(measured.workload))
     lines = [
-        "**Linear attention.** The tables list the share of a copy's speed, with milliseconds in brackets. The "
+        "**Linear attention.** The tables list speeds as shares of a copy's speed, with milliseconds in brackets. The "
         "forward pass must move 4·BHND elements, and the backward pass 7·BHND. Times are medians in bfloat16 with a "
         f"cold L2 cache. {where(measured)}.",
         "",

@@ -244,7 +244,7 @@ def make_pass(mode: str, forward: Forward, inputs: Inputs) -> Callable[[], Any]:
 
 
 class Judge:
-    """Checks results against the error budget, using the first and last head of the first and last sample."""
+    """Check results against the error budget, using the first and last head of the first and last sample."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs

@@ -171,9 +171,9 @@ class Pivot(NamedTuple):
 
 PIVOTS = {
     "benchmark-norm.csv": Pivot(
-        "**RMS norm and rotation of q and k.** The table lists the share of a copy's speed, with milliseconds in "
-        "brackets. The forward pass must move twice the bytes of q and k, and the backward pass three times. The norm "
-        "covers the channels of one head or of all heads.",
+        "**RMS norm and rotation of q and k.** The table lists speeds as shares of a copy's speed, with milliseconds "
+        "in brackets. The forward pass must move twice the bytes of q and k, and the backward pass three times. The "
+        "norm covers the channels of one head or of all heads.",
         ("over", "pass", "workload"), "share", 2, "ms",
     ),
     "benchmark-decode.csv": Pivot(

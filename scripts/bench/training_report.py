@@ -36,7 +36,8 @@ def batches(rows: pd.DataFrame) -> str:
     first: Any = rows.dropna(subset=["tokens"]).drop_duplicates("model")
     found = [f"{r.batch:,} × {r.tokens / r.batch:,.0f} tokens ({r.model})" for r in first.itertuples()]
     counted = "not counting class tokens and the text of diffusion models"
-    return f"A batch has {', '.join(found)}, {counted}. " if found else ""
+    listed = " and ".join(each for each in (", ".join(found[:-1]), *found[-1:]) if each)
+    return f"A batch has {listed}, {counted}. " if found else ""
 
 
 def training(file: Path) -> str:

@@ -492,7 +492,7 @@ class Trainer:
             )
             differ = sorted(there ^ here)  # torch does not report missing entries
             if differ:
-                raise KeyError(f"{part}: {', '.join(differ[:3])} missing in the checkpoint or in the model")
+                raise KeyError(f"{part}: {', '.join(differ[:3])} missing from the checkpoint or the model")
         set_optimizer_state_dict(self.raw, self.inner, state["optimizer"], options=WHOLE)
         set_model_state_dict(self.raw, state["model"], options=WHOLE)
         if self.average is not None:

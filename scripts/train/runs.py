@@ -96,7 +96,7 @@ def load_clip(folder: str | Path, path: str | Path) -> Tensor:
 
 
 def load_frames(folder: str | Path, path: str | Path) -> Tensor:
-    """Read a whole video with the frame size and the distance between frames of a run of `lrpe-md train video`.
+    """Read a whole video with the frame size and frame spacing of a run of `lrpe-md train video`.
 
     A model trained with ``--causal`` can process the frames in chunks of whole tubelets, such as ``frames.split(1,
     dim=2)``.
@@ -109,9 +109,9 @@ def load_frames(folder: str | Path, path: str | Path) -> Tensor:
         (1, 3, frames, size, size), on the CPU. The last frames are left out if they do not fill a tubelet.
 
     Raises:
-        FileNotFoundError: the folder has no weights, or is a file.
-        ValueError: the run is not one of `lrpe-md train video`, or its clips span the whole video.
-        VideoError: the video can't be read.
+        FileNotFoundError: if the folder has no weights, or is a file.
+        ValueError: if the run was not made by `lrpe-md train video`, or its clips span the whole video.
+        VideoError: if the video can't be read.
     """
     settings = _read_video_settings(folder)
     if settings["task"] == "labels" and settings["sampling"] == "uniform":

@@ -72,9 +72,7 @@ def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         known = ", ".join(f"--{name.replace('_', '-')}" for name in OWN[task])
-        raise typer.BadParameter(
-            f"{names}: not supported for a run of `train {task}`, which accepts {known}; leave it out"
-        )
+        raise typer.BadParameter(f"{names}: not supported for a run of `train {task}`, which only accepts {known}")
     return {name: default if given[name] is None else given[name] for name, default in OWN[task].items()}
 
 
@@ -96,7 +94,7 @@ def main(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(max=1, callback=positive, help="Text: top-p of nucleus sampling. (default: 0.95)"),
+        typer.Option(max=1, callback=positive, help="Text: top-p for nucleus sampling. (default: 0.95)"),
     ] = None,
     scaling: Annotated[str | None, typer.Option(help="Text: linear, ntk or yarn scaling to the new length.")] = None,
     size: Annotated[

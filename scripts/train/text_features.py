@@ -41,7 +41,7 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
 
-    # An import statement would make type checkers read all of its models, which takes long.
+    # An import statement would make type checkers read all of its models, which is slow.
     transformers: Any = import_module("transformers")
     try:
         config: Any = transformers.AutoConfig.from_pretrained(name)

@@ -177,7 +177,7 @@ def test_compiled(name, reentrant):
     graphs = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
-    for size in style.sizes if name == "mae" else (*style.sizes, style.more):  # MAE's graphs take long to compile
+    for size in style.sizes if name == "mae" else (*style.sizes, style.more):  # MAE's graphs compile slowly
         inputs = style.inputs(size)
         assert_within_budget(run(compiled, inputs, model), run(twin, inputs), run_exactly(twin, inputs))
     assert graphs.frame_count <= 2
@@ -571,7 +571,7 @@ INVALID = {
     "name": ({"name": "blocks"}, "name: expected an attribute that the model does not have, got 'blocks'"),
     "positions": ({"positions": (4, 6)}, r"positions: .*tensor.* got \(4, 6\); .* Grid\(\(4, 6\)\)"),
     "encoding": ({"encoding": "rotary"}, r"encoding: unknown 'rotary'; did you mean 'rotate'\? Expected 'cosine'"),
-    "layers": ({"encoding": torch.nn.ModuleList([RotateMd(16, 2)])}, "encoding: expected one module for each of 2 att"),
+    "layers": ({"encoding": torch.nn.ModuleList([RotateMd(16, 2)])}, "one module for each of the 2 attention modules"),
     "none": ({"encoding": None}, "encoding: expected an encoding, got None"),
     "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "expected both as arguments"),
     "heads": (

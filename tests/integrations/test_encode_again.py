@@ -324,7 +324,7 @@ def test_compiled(how, impl, options, device):
     assert saved == 2 * UNIT + padding if impl == "triton" else saved >= 2 * UNIT, saved
 
 
-DEPTHS = {"eager": 2, "checkpointing": 2, "compiled": 1, "qk_norm": 2}  # compiling takes long for each block
+DEPTHS = {"eager": 2, "checkpointing": 2, "compiled": 1, "qk_norm": 2}  # each block compiles slowly
 
 
 @pytest.mark.sampled

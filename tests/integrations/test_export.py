@@ -131,7 +131,7 @@ OLDER = [name for name in MODELS if name != "timm's mixed"]
 @pytest.mark.parametrize("name", OLDER)
 @pytest.mark.parametrize("fused", [True, False])
 def test_onnx_by_the_older_exporter(name, fused, tmp_path):
-    """Exports one size."""
+    """The older exporter only exports one size."""
     pytest.importorskip("onnx")
     model, x = build(name), image(name, 2, 4, 6)
     for block in model.blocks:

@@ -222,7 +222,7 @@ ERRORS = {
     ),
     "three places": (
         lambda: call(Q, K, (None, K.clone()), out_start=torch.zeros(3, dtype=torch.int64)),
-        r"out_start: expected one row index, or one for each of 2 samples",
+        r"out_start: expected one row index, or one for each of the 2 samples",
     ),
     "a gradient": (lambda: call(Q.clone().requires_grad_(), K, (None, K.clone())), "out: expected no gradient to be"),
     "of omega": (

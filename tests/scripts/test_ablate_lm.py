@@ -52,7 +52,7 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
     assert set(longest[longest["last"] < 64]["first"]) == {0, 1, 2, 4, 8, 16}
     table = (out / "table.md").read_text()
     assert table in second.output
-    # 5% of the text are held out: 111 bytes, of which the last is only a target.
+    # 5% of the text is held out: 111 bytes, of which the last is only a target.
     assert "adjacent windows at the start of the held-out text, 64 to 96 bytes in total." in table
     assert "| rotate + yarn | " in table
     assert table.count("±") == 1 + len(variants) * 3

@@ -145,7 +145,7 @@ BAD = {
         lambda f: [_break(f, **{"captions.csv": ""}), load(f)],
     ),
     "no text beside": (
-        r"a caption in NAME.txt next to each of 24 images, got 0 \(none for blue0.png, blue1.png, blue2.png, ..\); add",
+        r"caption in NAME.txt next to each of the 24 images, got 0 \(none for blue0.png, blue1.png, blue2.png, ..\)",
         lambda f: [(f / "metadata.jsonl").unlink(), load(f)],
     ),
     "text without image": (
@@ -170,7 +170,7 @@ BAD = {
         lambda f: [(f / "metadata.jsonl").unlink(), load(f, without="odd")],
     ),
     "few texts beside": (
-        r"next to each of 24 images, got 2 \(none for .*; add the missing ones, or pass --condition none or labels",
+        r"next to each of the 24 images, got 2 \(none for .*; add the missing ones, or pass --condition none or labels",
         lambda f: [(f / "metadata.jsonl").unlink(), _break(f, **{"red0.txt": "", "red1.txt": ""}), load(f)],
     ),
     "one caption": (

@@ -100,7 +100,7 @@ def outside(folder: Path) -> None:
 
 WRONG = {
     "outside of a class": (outside, {}, "expected each image in a class folder, such as cats/1.png, got 1"),
-    "no captions": (lambda folder: None, {"condition": "captions"}, "a caption in NAME.txt next to each of 24 images"),
+    "no captions": (lambda folder: None, {"condition": "captions"}, "NAME.txt next to each of the 24 images"),
     "all held out": (lambda folder: None, {"parts": 1}, r"held-out samples, got 0 and 24 \(24 different names\)"),
     "too large a batch": (lambda folder: None, {"batch": 64}, "--batch 64: expected at most"),
     "features of classes": (

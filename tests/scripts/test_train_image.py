@@ -601,7 +601,7 @@ def test_rescaled_table_equals_timms_resampled_one():
 
 
 def test_reference_is_checked():
-    with pytest.raises(ValueError, match="reference: expected a positive size, or None, for each of 2 axes"):
+    with pytest.raises(ValueError, match="reference: expected a positive size, or None, for each of the 2 axes"):
         tiny().reference = (4, 4, 4)
 
 

@@ -276,7 +276,7 @@ REFUSED = {
     "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as in the training captions, got 24"),
     "of text": (
         ["--tokens", "5"],
-        "--tokens: not supported for a run of `train diffusion`, which accepts --size, --scale",
+        "--tokens: not supported for a run of `train diffusion`, which only accepts --size, --scale",
     ),
     "no prompt": ([], "--prompt: expected at least one for a run of `train diffusion`, got none"),
     "negative": (

@@ -191,7 +191,7 @@ def test_the_operator_that_draws():
         ({"jitter": 0.5}, "jitter: .*at least 1, got 0.5"),
         ({"rescale": math.inf}, "rescale: .*inf"),
         ({"perturb": (0.1, -0.1)}, r"perturb: .*at least 0, got \(0.1, -0.1\)"),
-        ({"jitter": (1.0, 2.0, 3.0)}, r"jitter: expected a number for each of 2 axes"),
+        ({"jitter": (1.0, 2.0, 3.0)}, r"jitter: expected a number for each of the 2 axes"),
     ],
 )
 def test_errors(strengths, message):

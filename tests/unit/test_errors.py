@@ -304,7 +304,7 @@ BAD = {
     "negative size": (ValueError, r"shape", lambda: Grid((3, -1))),
     "negative prefix": (ValueError, r"prefix", lambda: Grid((3, 4), prefix=-1)),
     "scale of a different length": (
-        ValueError, r"scale: expected a number for each of 2",
+        ValueError, r"scale: expected a number for each of the 2",
         lambda: Grid((3, 4), scale=(1, 2, 3)),
     ),
     "shard beyond the end": (ValueError, r"start, length", lambda: Grid((3, 4), start=5, length=8)),
@@ -349,7 +349,7 @@ BAD = {
         ValueError, r"base: .*number, got 'x'", lambda: RotateMd(32, 2, base="x", frequencies="mixed"),
     ),
     "reference grid": (
-        TypeError, r"reference: expected a size, or one for each of 2 axes, got a Grid; pass its shape",
+        TypeError, r"reference: expected a size, or one for each of the 2 axes, got a Grid; pass its shape",
         lambda: grid.interpolate(Grid((14, 14))),
     ),
     "reference of text": (TypeError, r"reference: .* got str$", lambda: grid.interpolate("14")),

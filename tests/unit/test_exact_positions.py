@@ -85,7 +85,7 @@ def test_clamp_applies_per_axis():
     assert column(found, 1) == [max(i, 1) for _ in range(4) for i in range(4)]
     ids = Coordinates(torch.tensor([[5, -5]])).clamp((0, 0), (3, 3))
     assert ids.coords.tolist() == [[3, 0]]
-    with pytest.raises(ValueError, match=r"low: expected a number or None for each of 2 axes, got \(1,\)"):
+    with pytest.raises(ValueError, match=r"low: expected a number or None for each of the 2 axes, got \(1,\)"):
         grid.clamp((1,))
     with pytest.raises(ValueError, match="low, high: expected low <= high on each axis, got 3, 2"):
         grid.clamp(3, 2)

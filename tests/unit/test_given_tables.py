@@ -189,18 +189,22 @@ BAD = {
     ),
     "too few rows": (
         ValueError,
-        r"tables: expected a row for each of 12 tokens \(x's N\), got 11 rows .*11, 8.* longer tables, or prefix=",
+        r"tables: expected a row for each of the 12 tokens \(x's N\), got 11 rows .*11, 8.* longer tables, or prefix=",
         {"tables": (COS[:11], COS[:11])},
     ),
-    "too few rows of a complex table": (ValueError, r"each of 12 tokens .* 1 row", {"tables": torch.ones(1, 4) * 1j}),
+    "too few rows of a complex table": (
+        ValueError,
+        r"each of the 12 tokens .* 1 row",
+        {"tables": torch.ones(1, 4) * 1j},
+    ),
     "too few rows for packed tokens": (
         ValueError,
-        r"each of 12 tokens .* 5 rows",
+        r"each of the 12 tokens .* 5 rows",
         {"x": torch.randn(12, 4, 8), "tables": (COS[:5], COS[:5])},
     ),
     "heads and tokens exchanged": (
         ValueError,
-        r"each of 12 tokens .* 4 rows .*x looks like \(B, N, H, D\), pass x.transpose\(1, 2\)",
+        r"each of the 12 tokens .* 4 rows .*x looks like \(B, N, H, D\), pass x.transpose\(1, 2\)",
         {"tables": (COS[:4], COS[:4])},
     ),
     "three groups of a norm for a suffix": (
@@ -221,7 +225,7 @@ def test_fewer_rows_than_tokens_need_a_prefix():
     for _ in range(2):
         y = rotate(X, tables=(COS[:6], COS[:6]), prefix=0)
         assert torch.equal(y[:, :, 6:], X[:, :, 6:])
-        with pytest.raises(ValueError, match=r"each of 12 tokens .* 6 rows"):
+        with pytest.raises(ValueError, match=r"each of the 12 tokens .* 6 rows"):
             rotate(X, tables=(COS[:6], COS[:6]))
 
 

@@ -260,7 +260,7 @@ def test_text_needs_no_positions(scale_base):
     rest = [x[:, :, 4:] for x in (q, k, v)]
     second = module(*rest, Grid((2,)).offset(4), is_causal=True, state=state)
     torch.testing.assert_close(torch.cat([first, second], 2), whole)
-    with pytest.raises(ValueError, match=r"positions: expected those of the new tokens, .*, got None; .*offset"):
+    with pytest.raises(ValueError, match=r"positions: expected positions of the new tokens, .*, got None; .*offset"):
         module(*rest, is_causal=True, state=state)
 
 

@@ -300,7 +300,7 @@ def test_extra_repr(cls):
     ],
 )
 def test_axis_without_channels_warns(axis_order, head_dim, idle):
-    expected = re.escape(f"head_dim: expected channels for each of 3 axes, got {idle} no effect. Use a larger head_dim")
+    expected = re.escape(f"expected channels for each of the 3 axes, got {idle} no effect. Use a larger head_dim")
     for make in (partial(RotateMd, head_dim), partial(CosineMd, head_dim // 2)):
         with pytest.warns(UserWarning, match=expected) as found:
             make(3, axis_order=axis_order, learnable=True)

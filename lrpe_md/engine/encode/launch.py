@@ -113,7 +113,7 @@ def backward(
 class Rows(NamedTuple):
     """Inputs and outputs of a launch, for one tensor or for q and k. Tables are not included."""
 
-    xs: list[Tensor]  # empty if the backward doesn't need x
+    xs: list[Tensor]  # empty if the backward pass doesn't need x
     dys: list[Tensor]  # empty in the forward
     stats: list[Tensor]
     outs: Sequence[Any] = ()  # tensors to write to; any that are missing or None are allocated

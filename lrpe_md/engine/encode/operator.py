@@ -31,7 +31,7 @@ def run_in_place(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tenso
 class Encode(Operator):
     """Operator of encodings. Its learned tensors are omega, phase, the norm's weights and the caller's tables.
 
-    For softmax over the sequence, the forward saves the maximum and the sum (2, B, H, D) for the backward.
+    For softmax over the sequence, the forward pass saves the maximum and the sum (2, B, H, D).
     """
 
     def import_launcher(self, call: Call) -> Any:

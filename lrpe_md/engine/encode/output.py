@@ -113,8 +113,8 @@ def check_target(
         )
     if start is not None and (start.shape[0] not in (1, xs[0].shape[0]) or start.device != xs[0].device):
         raise ValueError(
-            f"out_start: expected one row index, or one for each of {xs[0].shape[0]} samples, on {xs[0].device}, got "
-            f"{tuple(start.shape)} on {start.device}"
+            f"out_start: expected one row index, or one for each of the {xs[0].shape[0]} samples, on {xs[0].device}, "
+            f"got {tuple(start.shape)} on {start.device}"
         )
     if not direct:
         _check_outs(target, xs, width, False)

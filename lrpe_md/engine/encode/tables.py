@@ -118,7 +118,7 @@ def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> La
         )
     if prefix is None and num_rows < num_tokens:
         raise ValueError(
-            f"tables: expected a row for each of {num_tokens} tokens (x's N), got {num_rows} rows "
+            f"tables: expected a row for each of the {num_tokens} tokens (x's N), got {num_rows} rows "
             f"({tuple(tables.cos_sin.shape)}). Pass longer tables, or prefix=, the number of tokens before the first "
             "row, if the other tokens have no position" + TRANSPOSE * looks_transposed
         )

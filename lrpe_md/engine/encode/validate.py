@@ -318,7 +318,8 @@ def _locate_grid(grid: Grid, x: Tensor) -> Place:
     if origin is not None:
         if origin.ndim == 3 and origin.shape[0] != x.shape[0]:
             raise ValueError(
-                f"positions: expected an origin or offset for each of B = {x.shape[0]} samples, got {origin.shape[0]}"
+                f"positions: expected an origin or offset for each of the B = {x.shape[0]} samples, "
+                f"got {origin.shape[0]}"
             )
         if origin.device != x.device:
             raise ValueError(f"positions: expected the origin on x's device {x.device}, got {origin.device}")

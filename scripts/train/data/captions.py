@@ -78,7 +78,7 @@ def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text
     alone = [name for name, text in beside.items() if text not in files]
     if alone:
         raise typer.BadParameter(
-            f"--data {path}: expected a caption in NAME.txt next to each of {len(beside)} images, got "
+            f"--data {path}: expected a caption in NAME.txt next to each of the {len(beside)} images, got "
             f"{len(beside) - len(alone)} (none for {_name_some(alone)}); add the missing ones, or pass --condition "
             "none or labels to train without captions"
         )

@@ -31,7 +31,7 @@ class Sampling:
         kind: "dense" uses every ``every``-th frame, starting with a random frame. "uniform" divides the video into
             ``frames`` equal parts, and uses one frame from each part.
         frames: number of frames.
-        every: distance between frames for "dense".
+        every: spacing of the frames for "dense".
     """
 
     kind: str

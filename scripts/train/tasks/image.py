@@ -302,7 +302,7 @@ def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeV
     """Build an LRPE ViT, or a timm model with the encoding added.
 
     Args:
-        arguments: arguments of the model. ``model`` names a timm model, and ``reference`` sets the attribute of this
+        arguments: arguments of the model. ``model`` names a timm model, and ``reference`` sets the attribute of that
             name.
         keep_table: whether to keep the position table of a timm model whose initial weights were trained with it.
     """

@@ -245,7 +245,7 @@ def clips(config: VideoTraining, footage: Footage, starts: Tensor, frames: int, 
 
 
 def build_model(**arguments: Any) -> LrpeVideoTransformer:
-    """Return the model. arguments: arguments of the model, and ``reference``, which sets the attribute of this name."""
+    """Return the model. arguments: arguments of the model, and ``reference``, which sets the attribute of that name."""
     reference = arguments.pop("reference", None)
     model = lrpe_video_tiny_patch16_224(**restore_arguments(arguments))
     model.reference = reference
