@@ -502,6 +502,8 @@ STREAMED = {
 def causal(name, **kwargs):
     kwargs = {**STREAMED[name], "attention": "linear", "causal": "frames", "global_pool": "avg", **kwargs}
     reference = kwargs.pop("reference", None)
+    if kwargs["attention"] == "softmax":
+        kwargs.pop("normalizer", None)
     model = build(**kwargs).double()
     model.reference = reference
     return model
