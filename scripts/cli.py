@@ -94,8 +94,9 @@ def import_modules(arguments: Sequence[str]) -> list[str]:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
+            remedy = f"; pass {name.removesuffix('.py')}, without .py" if name.endswith(".py") else ""
             raise SystemExit(
-                f"--import: expected an installed module or one in {os.getcwd()}, got {name!r}: {error}"
+                f"--import: expected an installed module or one in {os.getcwd()}, got {name!r}: {error}{remedy}"
             ) from error
     return others
 

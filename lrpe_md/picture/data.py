@@ -142,6 +142,7 @@ class TokenLayout:
         steps: distance (K,) between neighbouring tokens along the grid axis that each position axis follows. It is 0
             for a position axis that follows no grid axis, such as time in an image.
         sizes: number of tokens on that grid axis, or 1 if there is none.
+        grid_axes: grid axes along which each position axis changes. It follows the last of them.
     """
 
     shape: tuple[int, ...]
@@ -150,12 +151,18 @@ class TokenLayout:
     rotated: Tensor
     steps: Tensor
     sizes: tuple[int, ...]
+    grid_axes: tuple[tuple[int, ...], ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the position axes."""
         num_axes = self.coords.shape[-1]
         return AXES.get(num_axes, tuple(f"axis {j}" for j in range(num_axes)))
+
+    def borrowed_axis(self, j: int) -> str | None:
+        """Return the grid axis that position axis ``j`` follows, if it changes along several and none has its name."""
+        grid, on = AXES[len(self.shape)], self.grid_axes[j]
+        return grid[on[-1]] if len(on) > 1 and grid[on[-1]] != self.names[j] else None
 
     @property
     def frames(self) -> tuple[int, int, int]:
@@ -197,12 +204,13 @@ def lay_out_tokens(
         coords, rotated = (torch.cat([t[:text], t[order]]) for t in (coords, rotated))
     table = coords[text:].reshape(*shape, -1)
     steps, sizes = torch.zeros(coords.shape[-1], dtype=torch.float64), [1] * coords.shape[-1]
+    grid_axes: list[tuple[int, ...]] = [()] * len(sizes)
     for axis, n in enumerate(shape):
         if n > 1:
             step = (table.select(axis, 1) - table.select(axis, 0)).reshape(-1, len(sizes))[0]
             for j in step.nonzero().flatten().tolist():
-                steps[j], sizes[j] = step[j], n
-    return TokenLayout(shape, text, coords, rotated, steps, tuple(sizes))
+                steps[j], sizes[j], grid_axes[j] = step[j], n, (*grid_axes[j], axis)
+    return TokenLayout(shape, text, coords, rotated, steps, tuple(sizes), tuple(grid_axes))
 
 
 def _table(positions: Grid | Coordinates) -> tuple[Tensor, Tensor]:

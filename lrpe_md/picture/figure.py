@@ -154,7 +154,7 @@ def draw_comparison(views: Sequence[View]) -> Figure:
         figure = Figure(figsize=(WIDTH, height * len(views) + 0.5), layout="constrained")
         axes = figure.subplots(len(views), 3, squeeze=False, width_ratios=(1.3, 1, 1))
         image, pictures = None, []
-        for view, (where, cuts, waves) in zip(views, axes, strict=True):
+        for view, (where, slices, waves) in zip(views, axes, strict=True):
             names, score = view.scores()[0]
             if len(view.layout.shape) == 1:
                 _similarity_lines(where, view, lowest, variants=1)
@@ -163,7 +163,7 @@ def draw_comparison(views: Sequence[View]) -> Figure:
                 pictures.append(where)
             size = "×".join(map(str, view.layout.shape))
             where.set_title(f"{_bold(view.subject.preset.name)}: {_variant_name(view, names)}, {size}")
-            _cuts(cuts, view, score, lowest)
+            _slices(slices, view, score, lowest)
             _wavelengths(waves, view, height - 0.8, columns=2)
         if image is not None:
             # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
@@ -200,8 +200,8 @@ def _draw_grid(view: View, lowest: float) -> Figure:
     _similarity_bar(left, image, panels)
     _blank(panels[len(scores) :])
 
-    cuts, waves = _panels(right, 1, 2)
-    _cuts(cuts, view, scores[0][1], lowest)
+    slices, waves = _panels(right, 1, 2)
+    _slices(slices, view, scores[0][1], lowest)
     _wavelengths(waves, view, heights[-1] - 0.8, 1 if beside else 2)
     _head_and_foot(figure, view)
     return figure
@@ -304,7 +304,7 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     return image
 
 
-def _cuts(axis: Any, view: View, score: Tensor, lowest: float) -> None:
+def _slices(axis: Any, view: View, score: Tensor, lowest: float) -> None:
     """Plot the similarity along each grid axis through the token."""
     for j, name in enumerate(data.AXES[len(view.layout.shape)]):
         if view.layout.shape[j] > 1:
@@ -315,7 +315,7 @@ def _cuts(axis: Any, view: View, score: Tensor, lowest: float) -> None:
     axis.axvline(0, color="black", lw=0.6, ls=":")
     axis.xaxis.set_major_locator(MaxNLocator(9, integer=True))
     axis.set(xlabel="distance from the marked token, tokens", ylabel="similarity")
-    axis.set_title(f"cuts through the marked token, {view.default_variant[0]}")
+    axis.set_title(f"slices at the marked token, {view.default_variant[0]}")
     _limit_similarity(axis, lowest)
     axis.legend(**LEGEND, handlelength=2.6)
 
@@ -332,14 +332,18 @@ def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None
         look, there = LOOKS.get(name, OTHER), each[:, j].isfinite().nonzero().flatten()
         if not len(there):
             continue
-        still = layout.steps[j] == 0
+        still, borrowed = layout.steps[j] == 0, layout.borrowed_axis(j)
         dots: Any = {"marker": look.marker, "ms": 3.2, "mew": 0.7, "color": look.colour}
         dots |= {"mfc": "none"} if still else {}
         axis.plot(there.tolist(), each[there, j].tolist(), ls="none", **dots)
-        if not still:
+        label, line = f"{name}, and its size {layout.sizes[j]}", look.line
+        if still:
+            label, line = f"{name}, in positions (not on this grid)", "none"
+        elif borrowed:
+            label, line = f"{name}, in tokens along {borrowed}", "none"
+        else:
             axis.axhline(layout.sizes[j], color=look.colour, ls=look.line, lw=1)
-        label = f"{name}, in positions (not on this grid)" if still else f"{name}, and its size {layout.sizes[j]}"
-        handles.append(Line2D([], [], ls="none" if still else look.line, lw=1, label=label, **dots))
+        handles.append(Line2D([], [], ls=line, lw=1, label=label, **dots))
     if ((omega != 0).sum(-1) > 1).any():
         handles += axis.plot(along.tolist(), "_", color="black", ms=5, label="along its direction")
     if any(data.aliased(layout, row) for row in omega):
@@ -382,7 +386,7 @@ def _head_and_foot(figure: Figure, view: View) -> None:
     if view.reference is not None:
         sizes = [view.reference] * made.num_axes if isinstance(view.reference, int) else view.reference
         parts += ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)]
-    parts += [f"{layout.text} text tokens"] if layout.text else []
+    parts += [f"{layout.text} text token{'s' * (layout.text > 1)}"] if layout.text else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase set to 0"] if made.scheme.phase else []
     parts += ["frequencies before training"] if made.scheme.learned and view.subject.frequencies else []

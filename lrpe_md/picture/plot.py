@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.nn import ModuleList
+from torch.nn import Module, ModuleList
 
 from ..checks import check_at_least
 from ..modules.base import FrequencyModule
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
-from ..presets.scheme import Dense, Preset, Scheme
+from ..presets.scheme import Dense, Preset, Scheme, Tokens
 from . import data
 
 __all__ = ["show"]
 
 
-Drawable = str | Scheme | Preset | FrequencyModule | Tensor
+Drawable = str | Scheme | Preset | Module | Tensor
 
 
 def show(
@@ -48,7 +48,8 @@ def show(
         scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of :func:`lrpe_md.preset`,
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
             with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
-            rotate map. You can also pass a list of encodings, or a dict from titles to encodings.
+            rotate map. You can also pass a list of encodings, or a dict from titles to encodings. For a model, such as
+            one from :func:`lrpe_md.adapt`, ``model.encoding`` is drawn, with a row per layer if layers differ.
         shape: grid shape (N,), (H, W) or (T, H, W). The default depends on the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
@@ -86,6 +87,10 @@ def show(
         if title is not None:
             subject = replace(subject, preset=replace(subject.preset, name=title))
         made = subject.preset
+        if text and made.scheme.tokens is None:
+            raise ValueError(
+                f"text: {made.name} has no rule for text tokens, got {text}; draw {made.name} without text="
+            )
         _check_index("head", head, max(made.omega.shape[0], made.num_heads))
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
 
@@ -100,6 +105,7 @@ def show(
         shown: Any = {"channels": channels, "maps": maps, "reference": options.get("reference")}
         return make_view(subject, layout, marked, head, **shown)
 
+    scheme = _find_encoding(scheme)
     if isinstance(scheme, (list, tuple, dict)):
         if not scheme:
             raise ValueError(f"scheme: expected one or more encodings, got an empty {type(scheme).__name__}")
@@ -140,14 +146,21 @@ def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
     return sizes
 
 
+def _find_encoding(scheme: Any) -> Any:
+    """Return the encoding of a model, or a dict from titles to encodings for layers. Return other values unchanged."""
+    if isinstance(scheme, Module) and isinstance(getattr(scheme, "encoding", None), Module):
+        scheme = scheme.encoding
+    return {f"layer {i}": each for i, each in enumerate(scheme)} if isinstance(scheme, ModuleList) else scheme
+
+
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
     """Return the subject for a scheme, preset, module or tensor. Frequencies are copied to the CPU."""
     if isinstance(scheme, (str, Scheme)):
         return data.published(scheme, head_dim, num_heads)
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
         raise TypeError(
-            "scheme: expected a name, a Scheme, a Preset, a module such as RotateMd, or omega (H or 1, C, K), got "
-            f"{type(scheme).__name__}{'; pass one of its layers' if isinstance(scheme, ModuleList) else ''}"
+            "scheme: expected a name, a Scheme, a Preset, a module such as RotateMd, a model that stores it as "
+            f"model.encoding, or omega (H or 1, C, K), got {type(scheme).__name__}"
         )
     if head_dim is not None or num_heads is not None:
         raise ValueError(
@@ -166,7 +179,8 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
     own = getattr(scheme, "preset", None)
     if isinstance(own, Preset):
         return data.Subject(replace(own, omega=omega), {}, 0)
-    name, form = "omega", Scheme("omega", 2 * omega.shape[1], Dense(omega.shape[2], lambda *_: omega, 1.0))
+    frequencies = Dense(omega.shape[2], lambda *_: omega, 1.0)
+    name, form = "omega", Scheme("omega", 2 * omega.shape[1], frequencies, tokens=Tokens(0, "skip"))
     if isinstance(scheme, FrequencyModule):
         fields: Any = {"map": scheme.map} | ({"pairs": scheme.pairs} if scheme.map == "rotate" else {})
         name, form = type(scheme).__name__, replace(form, head_dim=scheme.head_dim, **fields)

@@ -59,7 +59,8 @@ def draw_angles(path: Path) -> None:
     for (left, right), (name, y, omega, channel) in zip(axes, rows, strict=True):
         angles = (grid.coordinates()[:, None] * omega[0]).sum(-1)
         wave = left.imshow(angles[:, channel].cos().reshape(GRID), cmap="RdBu", vmin=-1, vmax=1)
-        left.set_title(f"{name}: cos Θ of channel {channel}", fontsize=10)
+        what = "channel" if name == "cosine" else "pair"
+        left.set_title(f"{name}: cos Θ of {what} {channel}", fontsize=10)
         scores = (y[0, 0] @ y[0, 0, QUERY[0] * GRID[1] + QUERY[1]]) / HEAD_DIM
         score = right.imshow(scores.reshape(GRID), cmap="viridis", vmin=-0.2, vmax=1)
         right.plot(QUERY[1], QUERY[0], "o", mfc="none", mec="white", ms=9)

@@ -279,7 +279,7 @@ def test_own_schemes_are_registered_by_a_module(tmp_path, monkeypatch, first):
             ["--import", "no_such_schemes"],
             r"expected an installed module or .*, got 'no_such_schemes': No module",
         ),
-        (["--import=my_schemes.py", "train"], r"expected an installed module .*'my_schemes.py'"),
+        (["--import=my_schemes.py", "train"], r"expected an installed module .*; pass my_schemes, without .py"),
         (
             ["train", "--import", "./my_schemes"],
             r"expected the name of a module, such as .*, got './my_schemes'",

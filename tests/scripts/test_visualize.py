@@ -96,7 +96,7 @@ def test_compared_panels_share_a_scale():
 
 
 def similarity_limits(figure: Any) -> set[tuple[float, ...]]:
-    """Return the limits of similarity in all maps, cuts and lines of a figure, without the margin of a plot."""
+    """Return the limits of similarity in all maps, slices and lines of a figure, without the margin of a plot."""
     parts = [figure, *figure.subfigs, *(part for sub in figure.subfigs for part in sub.subfigs)]
     axes = [axis for part in parts for axis in part.axes]
     images = {i.get_clim() for axis in axes for i in axis.images if i.get_cmap().name == "cividis"}
@@ -143,8 +143,33 @@ def test_a_comparison_takes_titles():
     assert [title.split(":")[0] for title in titles if title.startswith("$")] == [
         r"$\mathbf{base\ 10}$", r"$\mathbf{base\ 100}$"
     ]  # fmt: skip
-    with pytest.raises(TypeError, match="got ModuleList; pass one of its layers"):
-        lrpe_md.show(torch.nn.ModuleList(encodings.values()))
+
+
+def test_a_model_is_drawn_with_its_encoding():
+    encoding = lrpe_md.RotateMd(16, 2)
+    model = torch.nn.Module()
+    with pytest.raises(TypeError, match=r"a model that stores it as model.encoding, or omega .*, got Module"):
+        lrpe_md.show(model)
+    model.encoding = encoding
+    assert lrpe_md.show(model, (4, 6)).get_suptitle() == lrpe_md.show(encoding, (4, 6)).get_suptitle()
+    model.encoding = torch.nn.ModuleList([encoding, lrpe_md.RotateMd(16, 2, base=10)])
+    for layers in (model, model.encoding):
+        titles = [axis.get_title() for axis in lrpe_md.show(layers, (4, 6)).axes]
+        assert [title.split(":")[0] for title in titles if title.startswith("$")] == [
+            r"$\mathbf{layer\ 0}$", r"$\mathbf{layer\ 1}$"
+        ]  # fmt: skip
+
+
+def test_text_before_a_grid_is_not_rotated_by_a_module():
+    encoding = lrpe_md.CosineMd(16, 2)
+    for drawn in (encoding, encoding.get_omega()):
+        figure = lrpe_md.show(drawn, (4, 6), text=1, channels=[0])
+        assert figure.get_suptitle().endswith("1 text token")
+        image = figure.subfigs[0].axes[0].images[0].get_array()
+        assert image[0, 0] == 0
+        assert image.mask[0, 1:].all()
+    with pytest.raises(ValueError, match="text: wan has no rule for text tokens, got 1; draw wan without text="):
+        lrpe_md.show("wan", text=1)
 
 
 @pytest.mark.parametrize("shape", [(14, 14), (28, 14), (18, 28)])
@@ -193,6 +218,24 @@ def test_an_axis_that_the_grid_does_not_follow_is_explained():
     axes = {a.get_title(): a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes}
     marks = [text.get_text() for text in axes["wavelengths and the grid"].get_legend().get_texts()]
     assert "T, in positions (not on this grid)" in marks
+
+
+def test_sizes_are_those_of_the_grid():
+    """All axes of Circle-RoPE change along T, H and W."""
+    for name, wanted in (
+        ("circle_rope", ["T, in tokens along W", "H, in tokens along W", "W, and its size 5"]),
+        ("rope_1d", ["N, in tokens along W"]),
+        ("videorope", ["T, and its size 3", "H, and its size 4", "W, and its size 5"]),
+    ):
+        figure = visualize.draw(tiny(name, (3, 4, 5), text=0))
+        [axis] = [
+            a
+            for s in figure.subfigs
+            for p in (s, *s.subfigs)
+            for a in p.axes
+            if a.get_title() == "wavelengths and the grid"
+        ]
+        assert [text.get_text() for text in axis.get_legend().get_texts()] == wanted
 
 
 def test_unrotated_and_aliased_channels_are_marked():
@@ -413,7 +456,7 @@ def test_frames_side_by_side_with_the_text_above():
     assert (picture.top, picture.first_columns) == (3, [0, 4])
 
 
-def test_cuts_go_through_the_token():
+def test_slices_go_through_the_token():
     layout = tiny("wan", (3, 4, 5), text=0).layout
     values = torch.tensor([100 * t + 10 * h + w for t, h, w in cells((3, 4, 5))])
     for axis, wanted in enumerate(([13, 113, 213], [103, 113, 123, 133], [110, 111, 112, 113, 114])):
@@ -621,7 +664,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
     (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: must be left out"),
     (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: expected a positive size, or -, for each"),
-    (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4; leave it out"),
+    (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4; plot pixtral without"),
     (["-p", "eva02", "--token", "18x0"], "--token: expected coordinates on the grid 18x28, starting at 0, got 18x0"),
     (["-p", "eva02", "--token", "1x1x1"], "--token: expected coordinates on the grid 18x28, starting at 0, got 1x1x1"),
     (["-p", "wan", "--base", "0"], "--base: expected a positive number, got 0.0"),
