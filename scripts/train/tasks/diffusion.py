@@ -37,7 +37,7 @@ from ..config import (
     describe,
     option,
 )
-from ..data.buckets import MAX_RATIO, MIX_SIZES, Sizes, parse_mixed
+from ..data.buckets import MAX_RATIO, MIX_SIZES, TEST_SIZE, Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
@@ -78,8 +78,9 @@ class DiffusionTraining(GenerativeTraining):
     mix_sizes: str = option("", f"{MIX_SIZES} Latents keep their own sizes.")
     max_ratio: float = option(1.0, f"{MAX_RATIO} Latents keep their own sizes.", least=1)
     test_size: int = option(
-        48, "Larger size to test and sample at, in pixels; 0 tests only at --size. Not for latents.", least=0, off=True
-    )
+        48, f"Additional size to test and sample at, in pixels; 0 tests only at --size. Not for latents. {TEST_SIZE}",
+        least=0, off=True, free=True,
+    )  # fmt: skip
     vae: str = option(
         "auto", "VAE that decodes latents: a folder, a hub id, or auto (the VAE that encoded them).", free=True
     )
