@@ -83,8 +83,8 @@ def open_films(path: Path, sizes: Sizes, split: Split, condition: str) -> tuple[
     """Decode the videos in a file or folder.
 
     Returns:
-        the videos, the buckets of all frames, and for each bucket the frames at the largest
-        training size, as uint8 (F, 3, height, width).
+        the videos, the buckets of all frames, and for each bucket the frames at the largest training size, as uint8
+        (F, 3, height, width).
     """
     files, records = find_films(path, split, condition)
     films = sort_films(files, sizes)
