@@ -152,7 +152,7 @@ def describe_training(settings: dict[str, Any]) -> str:
 def find_changes(settings: dict[str, Any]) -> list[str]:
     """Return the settings that differ from the task's defaults as "name value", except settings that the text names."""
     task, training = TASKS[settings["task"]], settings["training"]
-    affects = ("weights", "test_sizes")  # free options that change the results
+    affects = ("weights", "test_size", "test_sizes")  # free options that change the results
     free = {f.name for f in fields(task.config) if f.metadata["free"] and f.name not in affects}
     defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING} | task.defaults
     named = ("steps", "seconds", "batch", "lr", "precision", "compile", "cuda_graphs")

@@ -57,7 +57,7 @@ class Evaluation:
 
     @property
     def settings(self) -> list[Setting]:
-        """Return the training sizes, and any larger size with both extrapolated and rescaled positions."""
+        """Return the training sizes, and the test size with both extrapolated and rescaled positions."""
         train_sizes = self.source.train_sizes
         found = [Setting(self._name(size), size) for size in train_sizes]
         for size in self.source.values.sizes[len(train_sizes) :]:

@@ -412,11 +412,13 @@ class Trainer:
         here = flat(self.settings)
         # For options that are newer than the checkpoint, the run used the default values.
         there = {**{key: defaults[key] for key in here.keys() & defaults.keys()}, **flat(state["settings"])}
-        may_differ = {"steps"} if here["steps"] > there["steps"] and not self.config.seconds else set()
+        # In earlier versions, test sizes could affect how the training data was read. The digest shows if they did.
+        old = {"test_size", "test_sizes"} & there.keys() - here.keys()
+        may_differ = old | {"steps"} if here["steps"] > there["steps"] and not self.config.seconds else old
         differ = [key for key in {**there, **here} if there.get(key) != here.get(key) and key not in may_differ]
         if differ:
             shown = (
-                "the data has changed"
+                "the data has changed" + ", or an earlier version read it at the test size" * bool(old)
                 if key == "digest"
                 else f"{self._as_option(key)}: was {show_value(there.get(key))}, is now {show_value(here.get(key))}"
                 for key in self._without_effects(differ)

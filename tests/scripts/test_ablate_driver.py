@@ -238,6 +238,8 @@ def test_the_report_names_settings_that_differ_from_the_defaults():
     training |= {"ema": 0.9, "weight_decay": 0.1, "log_every": 3}  # log_every has no effect on the results
     more = " Settings that differ from the task's defaults: `weight_decay` 0.1, `ema` 0.9."
     assert report_sizes.describe_training(settings) == text + more
+    changed = report_sizes.find_changes({"task": "diffusion", "training": {"test_size": 96, "test_samples": 2}})
+    assert changed == ["`test_size` 96"]
 
 
 def test_the_report_only_lists_what_was_measured():

@@ -27,6 +27,7 @@ from generative_data import (
     write_vae,
 )
 from lrpe_md.scripts.train import generation, latents, text_features
+from lrpe_md.scripts.train.checkpoint import read_checkpoint, save_checkpoint
 from lrpe_md.scripts.train.conditions import Captions, EncoderSize, FeatureFolder
 from lrpe_md.scripts.train.data.pictures import open_pictures
 from lrpe_md.scripts.train.data.records import Split
@@ -530,6 +531,52 @@ def test_micro_batches_and_the_whole_batch_agree(data, tmp_path, monkeypatch, ki
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["labels", "features", "clips", "buckets", "bucketed clips", "shards"])
+def test_finished_run_is_tested_at_another_size(data, tmp_path, capsys, kind):
+    """The test size affects neither the training samples nor the weights. Held-out samples are read at that size."""
+    chosen = config({**data[kind], "test_size": 0}, tmp_path / "run")
+    first = diffusion.run(chosen)
+    trained = weights(chosen.out)
+    capsys.readouterr()
+    larger = replace(chosen, test_size=20)
+    result = diffusion.run(larger)
+    assert "already finished at step 4; evaluating it again, without training" in capsys.readouterr().err
+    added = {name: result["held_out"].pop(name) for name in list(result["held_out"]) if "20x20" in name}
+    assert [name.rpartition(" ")[2] for name in added] == ["extrapolated", "rescaled"]
+    assert result == first
+    diffusion.run(replace(larger, out=tmp_path / "other"))
+    assert all(torch.equal(value, trained[name]) for name, value in weights(tmp_path / "other").items())
+    source = diffusion.open_source(larger, CPU)
+    larger_source = diffusion.open_source(replace(larger, size=20, mix_sizes="", test_size=0), CPU)
+    for i in source.held_out[[0, -1]]:
+        shape = source.values.shape(20, source.values.buckets(np.array([i]))[0])
+        x = source.values.batch(np.array([i]), 20)
+        assert x.shape[2:] == shape
+        if chosen.max_ratio == 1:
+            assert torch.equal(x, larger_source.values.batch(np.array([i]), 20))
+
+
+@pytest.mark.parametrize("name", ["labels", "clips", "latents", "shards"])
+def test_runs_from_before_the_test_size_was_free(data, tmp_path, name):
+    """A run whose training data would be the same in this version can be resumed."""
+    chosen = config(data[name], tmp_path / "run", steps=2)
+    diffusion.run(chosen)
+    path = chosen.out / "checkpoint.pt"
+
+    def change(**settings: Any) -> None:
+        state = read_checkpoint(path)
+        state["settings"] |= settings
+        save_checkpoint(state, path, 1)
+
+    change(test_size=48)
+    diffusion.run(replace(chosen, steps=4))
+    assert torch.load(path)["step"] == 4
+    change(test_size=48, digest=0)
+    changed = r"\(the data has changed, or an earlier version read it at the test size\); choose"
+    with pytest.raises(typer.BadParameter, match=changed):
+        diffusion.run(replace(chosen, steps=4))
 
 
 def test_samples_on_the_way(data, tmp_path, monkeypatch):

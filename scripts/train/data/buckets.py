@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -12,12 +13,13 @@ import typer
 from ..order import Steps, order_groups
 
 Shape: TypeAlias = tuple[int, int]  # height and width in pixels
-# Help texts of --mix-sizes and --max-ratio.
+# Help texts of --mix-sizes, --max-ratio and --test-size.
 MIX_SIZES = "Other sizes to train at, in pixels, separated by commas. Each batch has one size."
 MAX_RATIO = (
     "Largest aspect ratio. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about --size² "
     "pixels, and each batch comes from one bucket."
 )
+TEST_SIZE = "To test a finished run at another size, repeat its command with a different --test-size."
 STEPS = 16  # short sides of neighbouring buckets differ by size / STEPS
 
 
@@ -46,6 +48,10 @@ class Buckets:
     def number(self) -> int:
         """Number of buckets."""
         return len(next(iter(self.shapes.values())))
+
+    def at_sizes(self, sizes: Sequence[int]) -> Buckets:
+        """Return the same buckets with fewer sizes."""
+        return Buckets({size: self.shapes[size] for size in sizes}, self.of)
 
     def members(self, bucket: int) -> np.ndarray:
         """Return the sorted indices of the samples in a bucket."""
@@ -97,6 +103,11 @@ class Sizes:
     def values(self) -> tuple[int, ...]:
         """All sizes, starting with the training sizes."""
         return tuple(dict.fromkeys((*self.train, *self.test)))
+
+    @property
+    def only_test(self) -> tuple[int, ...]:
+        """Test sizes that are not training sizes."""
+        return self.values[len(self.train) :]
 
     def shapes(self, size: int) -> list[Shape]:
         """Return the shapes of all buckets at a size, from wide to tall."""

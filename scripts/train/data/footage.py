@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
-from .buckets import Buckets, Sizes
+from .buckets import Buckets, Shape, Sizes
 from .captions import SUFFIXES as IMAGES
 from .captions import read_text
 from .records import Records, Split, choose_subset
@@ -35,10 +36,18 @@ def is_footage(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Films:
-    """Records and lengths of videos."""
+    """Records, lengths and paths of videos. Videos whose frames were encoded as latents have no paths."""
 
     records: Records
     lengths: list[int]
+    files: Sequence[Path] = ()
+
+    def read(self, shape: Shape, indices: np.ndarray) -> Tensor:
+        """Decode the frames with these indices, as uint8 (F, 3, height, width). The indices are sorted."""
+        ends = np.cumsum(self.lengths)
+        owners, firsts = np.searchsorted(ends, indices, side="right"), ends - self.lengths
+        chosen = {int(i): torch.from_numpy(indices[owners == i] - firsts[i]) for i in np.unique(owners)}
+        return torch.cat([decode(self.files[i], shape)[frames] for i, frames in chosen.items()])
 
     def clips(self, span: int, segment: int, split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the first frame and video of each clip of ``span`` frames, and whether the clip is held out.
@@ -74,16 +83,16 @@ def open_films(path: Path, sizes: Sizes, split: Split, condition: str) -> tuple[
     """Decode the videos in a file or folder.
 
     Returns:
-        the records and lengths of the videos, the buckets of all frames, and for each bucket the frames at the largest
-        size, as uint8 (F, 3, height, width).
+        the videos, the buckets of all frames, and for each bucket the frames at the largest training size, as uint8
+        (F, 3, height, width).
     """
     files, records = find_films(path, split, condition)
     films = sort_films(files, sizes)
-    shapes = films.shapes[max(sizes.values)]
+    shapes = films.shapes[max(sizes.train)]
     frames = [decode(file, shapes[bucket]) for file, bucket in zip(files, films.of, strict=True)]
     lengths = [len(each) for each in frames]
     parts = [torch.cat([frames[i] for i in films.members(bucket)]) for bucket in range(films.number)]
-    return Films(records, lengths), Buckets(films.shapes, films.of.repeat(lengths)), parts
+    return Films(records, lengths, files), Buckets(films.shapes, films.of.repeat(lengths)), parts
 
 
 def _records(path: Path, files: list[Path]) -> Records:

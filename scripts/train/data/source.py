@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
 from .records import CONDITIONS, FEW, Records, Split, choose_subset, describe_held_out
 from .streams import is_stream
-from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Values, hash_data, load_pixels
+from .values import LATENTS, Clips, Decoded, Latents, Values, add_tests, hash_data, load_pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,17 +207,20 @@ def load_source(
             config, "without label stream", "only works with images, and --data contains videos; leave it out"
         )
         films, buckets, parts = open_films(path, sizes, split, config.condition)
+        frames = load_pixels(parts, buckets.at_sizes(sizes.train), config.flip, device)
         digest = hash_data(parts, films.records)
-        return _clips(config, load_pixels(parts, buckets, config.flip, device), films, digest, encoding)
+        return _clips(config, frames, films, digest, encoding, buckets.at_sizes(sizes.only_test))
     check_ignored(config, "frames every segment", "only works with videos, and --data contains images; leave it out")
     pictures = open_pictures(path, split, condition=config.condition, without=config.without, label=config.label)
     held_out, buckets = pictures.records.held_out(path, split), pictures.sort(sizes)
     if config.stream or is_stream(path):
         values, digest = Decoded(pictures, buckets, config.flip), pictures.digest
     else:
-        shapes = buckets.shapes[max(sizes.values)]
+        shapes = buckets.shapes[max(sizes.train)]
         parts = [pictures.read(shape, buckets.members(bucket)) for bucket, shape in enumerate(shapes)]
-        values, digest = load_pixels(parts, buckets, config.flip, device), hash_data(parts, pictures.records)
+        values = load_pixels(parts, buckets.at_sizes(sizes.train), config.flip, device)
+        digest = hash_data(parts, pictures.records)
+        values = add_tests(values, pictures.read, buckets.at_sizes(sizes.only_test), np.flatnonzero(held_out))
     condition, numbers = make_condition(pictures.records, encoding), len(sizes.train)
     return Source(
         values, condition, np.flatnonzero(~held_out), np.flatnonzero(held_out), digest, num_train_sizes=numbers
@@ -225,11 +228,16 @@ def load_source(
 
 
 def _clips(
-    config: GenerativeTraining, frames: Pixels | BucketedPixels | Latents, films: Films, digest: Any, encoding: Encoding
-) -> Source:
+    config: GenerativeTraining, frames: Values, films: Films, digest: Any, encoding: Encoding,
+    tests: Buckets | None = None,
+) -> Source:  # fmt: skip
+    """Cut videos into clips. ``tests`` contains the buckets of all frames at the test sizes."""
     span = (config.frames - 1) * config.every + 1
     starts, owners, held_out = films.clips(span, config.segment, config.split)
     values = Clips(frames, starts, config.frames, config.every)
+    if tests is not None:
+        test_frames = np.unique(values.locate(np.flatnonzero(held_out)))
+        values = replace(values, frames=add_tests(frames, films.read, tests, test_frames))
     about = frames.about if isinstance(frames, Latents) else None
     condition = make_condition(films.records.take(owners), encoding)
     train_sizes = config.train_sizes if about is None else frames.sizes

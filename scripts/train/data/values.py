@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,8 +29,8 @@ class Values(Protocol):
     """Interface for the values of a data set.
 
     Attributes:
-        sizes: training sizes, possibly followed by a larger test size. A size is the square root of height · width, in
-            pixels.
+        sizes: training sizes, possibly followed by a test size of held-out samples. A size is the square root of
+            height · width, in pixels.
         channels: number of channels of a sample.
         device: device of the batches.
     """
@@ -154,6 +154,68 @@ def load_pixels(
         shapes = {size: each[number] for size, each in buckets.shapes.items()}
         found.append(Pixels.at_sizes(images, shapes, flip, device))
     return found[0] if len(found) == 1 else BucketedPixels(found, buckets)
+
+
+@dataclass(frozen=True)
+class SplitPixels:
+    """Images in memory, where only the held-out images have test sizes.
+
+    Args:
+        train: all images, at the training sizes.
+        test: held-out images, at the test sizes.
+        held_out: sorted indices of the images in ``test``.
+    """
+
+    train: Values
+    test: Values
+    held_out: np.ndarray
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return *self.train.sizes, *self.test.sizes
+
+    @property
+    def channels(self) -> int:
+        return 3
+
+    @property
+    def device(self) -> torch.device:
+        return self.train.device
+
+    def buckets(self, indices: np.ndarray) -> np.ndarray:
+        return self.train.buckets(indices)
+
+    def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
+        return (self.train if size in self.train.sizes else self.test).shape(size, bucket)
+
+    def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
+        if size in self.train.sizes:
+            return self.train.batch(indices, size, draws)
+        return self.test.batch(np.searchsorted(self.held_out, indices), size, draws)
+
+
+def add_tests(
+    train: Values, read: Callable[[Shape, np.ndarray], Tensor], buckets: Buckets, held_out: np.ndarray
+) -> Values:  # fmt: skip
+    """Read held-out images at the test sizes, and return them together with the images at the training sizes.
+
+    Args:
+        train: all images, at the training sizes.
+        read: function that returns the images with the given indices as uint8 (N, 3, height, width).
+        buckets: buckets of all images. Their sizes are the test sizes.
+        held_out: sorted indices of the held-out images.
+    """
+    if not buckets.shapes:
+        return train
+    chosen, parts = Buckets(buckets.shapes, buckets.of[held_out]), []
+    for bucket in range(chosen.number):
+        members, images = held_out[chosen.members(bucket)], {}
+        for size, shapes in chosen.shapes.items():
+            shape = shapes[bucket]
+            found = read(shape, members) if len(members) else torch.empty(0, 3, *shape, dtype=torch.uint8)
+            images[size] = found.to(train.device)
+        parts.append(Pixels(images))
+    return SplitPixels(train, parts[0] if len(parts) == 1 else BucketedPixels(parts, chosen), held_out)
 
 
 @dataclass(frozen=True)
@@ -296,7 +358,7 @@ class Latents:
 class Clips:
     """Clips of ``length`` frames. A clip takes every ``every``-th frame, beginning at one of ``starts``."""
 
-    frames: Pixels | BucketedPixels | Latents
+    frames: Values
     starts: np.ndarray
     length: int
     every: int
@@ -319,8 +381,12 @@ class Clips:
     def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
         return self.length, *self.frames.shape(size, bucket)
 
+    def locate(self, indices: np.ndarray) -> np.ndarray:
+        """Return the numbers of the frames (B, length) of clips."""
+        return self.starts[indices][:, None] + self.every * np.arange(self.length)
+
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
-        frames = self.starts[indices][:, None] + self.every * np.arange(self.length)
+        frames = self.locate(indices)
         repeated = None if draws is None else draws.repeat(self.length)  # mirror all frames of a clip or none
         x = self.frames.batch(frames.ravel(), size, repeated)
         return x.unflatten(0, frames.shape).transpose(1, 2).contiguous()

@@ -37,7 +37,7 @@ from ..config import (
     describe,
     option,
 )
-from ..data.buckets import MAX_RATIO, MIX_SIZES, Sizes, parse_mixed
+from ..data.buckets import MAX_RATIO, MIX_SIZES, TEST_SIZE, Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
@@ -62,7 +62,8 @@ class DiffusionTraining(GenerativeTraining):
 
     Expect: an initial loss of 1 plus the images' mean square (1.66 for emoji), because the model outputs zero at first.
     The final loss on held-out captions is 0.141 to 0.146 (0.171 to 0.175 with linear attention, and 0.303 without
-    positions). The held-out loss uses the same times and noise for every encoding.
+    positions). The held-out loss uses the same times and noise for every encoding. These runs read images at 48 pixels
+    and resized them to 32, as in earlier versions.
     """
 
     backbone: ClassVar[Backbone] = CAPTIONED
@@ -78,8 +79,9 @@ class DiffusionTraining(GenerativeTraining):
     mix_sizes: str = option("", f"{MIX_SIZES} Latents keep their own sizes.")
     max_ratio: float = option(1.0, f"{MAX_RATIO} Latents keep their own sizes.", least=1)
     test_size: int = option(
-        48, "Larger size to test and sample at, in pixels; 0 tests only at --size. Not for latents.", least=0, off=True
-    )
+        48, f"Additional size to test and sample at, in pixels; 0 tests only at --size. Not for latents. {TEST_SIZE}",
+        least=0, off=True, free=True,
+    )  # fmt: skip
     vae: str = option(
         "auto", "VAE that decodes latents: a folder, a hub id, or auto (the VAE that encoded them).", free=True
     )

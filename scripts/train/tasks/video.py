@@ -29,6 +29,7 @@ from ...common.cache import user_cache
 from ...common.devices import sent
 from ...common.options import choose
 from ..config import MODEL, Training, changed, check_ignored, check_width, describe, option
+from ..data.buckets import TEST_SIZE
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
 from ..data.records import average_by_class, describe_few, describe_held_out
 from ..data.videos import TASKS, Footage, decode, load_footage, ordered
@@ -93,8 +94,7 @@ class VideoTraining(Training):
     )
     size: int = option(48, "Height and width of a clip in training, in pixels.")
     test_size: int = option(
-        64, "Additional test size, in pixels; 0 tests only at --size. To test a finished run at another size, repeat "
-        "its command with a different --test-size.", least=0, off=True, free=True,
+        64, f"Additional test size, in pixels; 0 tests only at --size. {TEST_SIZE}", least=0, off=True, free=True,
     )  # fmt: skip
     test_frames: int | None = option(
         None, "Additional test length, in frames; 0 tests only at --frames. To test a finished run at another length, "
