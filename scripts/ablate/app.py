@@ -241,12 +241,18 @@ def report(
         Path | None, typer.Option(help="Output folder of `run`. (default: all of scripts/results)")
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Another output folder of `run`; also list the differences from it, paired by seed."),
+    ] = None,
     pages: Annotated[
         Path | None, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
     ] = None,
 ) -> None:
     """Write results.csv, table.md and plots of finished runs. Without --folder, write the documentation's pages."""
     names = choose("TASK", task or TASKS, TASKS)
+    if folder is None and against is not None:
+        raise typer.BadParameter(f"--against {against}: only works with --folder; pass the folder to compare")
     if folder is None:
         require_checkout("--folder")
     if folder is not None and len(task or ()) > 1:
@@ -256,6 +262,6 @@ def report(
     if folder is not None and task:
         check_task(folder, names[0])
     for each in [folder] if folder else [path for path in folders() if task_of(path) in names]:
-        write_report(each, baseline)
+        write_report(each, baseline, against)
     if folder is None:
         write_pages(pages or PAGES)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import typer
 
 from lrpe_md.checks import explain_unknown
 
-from ..common.folder import ROOT, read_json, write, write_config
-from ..common.markdown import PICTURES, page, write_page
+from ..common.folder import ROOT, read_json, show_value, write, write_config
+from ..common.markdown import PICTURES, page, table, write_page
 from ..train.samples import write_comparison
 from . import report_lengths, report_recall, report_sizes
+from .report_sizes import KEYS, explain_intervals, show_difference, subtract
 from .tasks import TASKS, collect
 
 COMMAND = "lrpe-md ablate report"
@@ -55,8 +57,66 @@ def check_task(folder: Path, task: str) -> None:
         )
 
 
-def write_report(folder: Path, baseline: str | None) -> None:
+def read_results(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
+
+
+def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any], against: Path) -> str:
+    """Render the difference from the results in another folder, paired by encoding, attention, seed and size.
+
+    Raises:
+        typer.BadParameter: if the other folder has no report of the same task, or no results in common.
+    """
+    if not (against / "results.csv").exists():
+        raise typer.BadParameter(f"--against: expected a folder with results.csv, got {against}; report it first")
+    settings, other = config["settings"], read_config(against)["settings"]
+    task = TASKS[settings["task"]]
+    if other.get("task") != settings["task"]:
+        raise typer.BadParameter(
+            f"--against: expected runs of {settings['task']}, as in {folder}, got {other.get('task')} in {against}"
+        )
+    keys, whole = [*KEYS, task.series], ~results["size"].astype(str).str.contains(":")  # no results by position
+    base = read_results(against).astype({"size": str})
+    found = subtract(results[whole].astype({"size": str}), base, [*keys, "size"], [*keys, "size"])
+    if found.empty:
+        raise typer.BadParameter(
+            f"--against: expected results with the same encoding, attention, seed and size in {folder} and {against}, "
+            "found none"
+        )
+    columns = list(dict.fromkeys(found.index.get_level_values("size")))
+    digits = {"lengths": 3}.get(task.layout, 1 if task.higher else 4)
+    rows = [
+        [*key, *(show_difference(found.loc[(*key, n)], digits) if (*key, n) in found.index else "" for n in columns)]
+        for key in dict.fromkeys(each[:-1] for each in found.index)
+    ]
+    here, there = ({"data": each["data"], **each["training"]} for each in (settings, other))
+    changes = [
+        f"`{name}` {show_value(here.get(name))} (there {show_value(there.get(name))})"
+        for name in dict.fromkeys([*here, *there])
+        if here.get(name) != there.get(name)
+    ]
+    what = f"Different settings: {', '.join(changes) or 'none'}. Results are paired by seed"
+    text = f"**Difference from the runs in {against}.** {what}{explain_intervals(found['pairs'])}"
+    return "\n".join([text, "", *table([*keys, *columns], rows, len(keys))])
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json, which every report needs.
+
+    Raises:
+        typer.BadParameter: if the file is missing, or not valid.
+    """
+    if not (folder / "config.json").exists():
+        raise typer.BadParameter(
+            f"{folder}: expected config.json next to the results, found none; also copy it from the output folder"
+        )
+    return read_json(folder / "config.json")
+
+
+def write_report(folder: Path, baseline: str | None, against: Path | None = None) -> None:
     """Write results.csv, table.md and plots for the runs in a folder.
+
+    With ``against``, table.md also lists differences from the results in that folder; see :func:`compare_folders`.
 
     ``baseline`` is stored for later reports. None means the baseline that was passed last; see :func:`choose_baseline`.
 
@@ -67,7 +127,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
         raise typer.BadParameter(
             f"--folder: expected runs/*.json or results.csv in {folder}, found neither; pass an output folder of `run`"
         )
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     task_name = config["settings"].get("task")
     if task_name not in TASKS:
         raise typer.BadParameter(
@@ -76,11 +136,13 @@ def write_report(folder: Path, baseline: str | None) -> None:
     task = TASKS[task_name]
     if files:
         write(folder / "results.csv", collect(files, task.series).to_csv(index=False))
-    results = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
+    results = read_results(folder)
     chosen, trained = choose_baseline(baseline or config.get("baseline"), results.encoding), set(results.encoding)
     if baseline is not None:
         write_config(folder / "config.json", {**config, "baseline": baseline})
     text = LAYOUTS[task.layout](results, config, chosen)
+    if against is not None:
+        text += "\n" + compare_folders(folder, results, config, against)
     write(folder / "table.md", text)
     for name, plot in task.plots.items():
         PLOTS[plot](results, config, folder / name)
@@ -92,7 +154,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
     }
     if samples:
         write_comparison(folder / "samples.png", samples)
-    if chosen not in trained and len(trained) > 1 and task.layout != "lengths":  # without differences
+    if chosen not in trained and len(trained) > 1:  # without differences
         text += (
             f"\nNo differences are listed, because {chosen} was not trained; choose a different one with --baseline."
         )

@@ -12,7 +12,7 @@ from ..common.markdown import table
 from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
 from ..train.tasks.lm import DEFAULT_LENGTHS, count_windows, skipped_lengths
-from .report_sizes import count_seeds, describe_training
+from .report_sizes import KEYS, count_seeds, describe_training, explain_intervals, show_difference, subtract
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
@@ -23,9 +23,10 @@ def parse(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def names(results: pd.DataFrame) -> Any:
-    """Return the display names, such as rotate and rotate + yarn."""
+    """Return the display names, such as rotate and rotate + yarn, or linear/rotate if kinds of attention differ."""
     scaled = results.positions != "none"
-    return results.encoding + (" + " + results.positions).where(scaled, "")
+    kinds = results.attention + "/" if results.attention.nunique() > 1 else ""
+    return kinds + results.encoding + (" + " + results.positions).where(scaled, "")
 
 
 def mean_and_std(results: Any, key: str) -> Any:
@@ -37,6 +38,23 @@ def ranking(results: Any) -> list[str]:
     """Return the names in the order of their results at the longest length, best first."""
     longest = results[(results["first"] == 0) & (results["last"] == results.length.max())]
     return list(longest.groupby("name")["value"].mean().sort_values(kind="stable").index)
+
+
+def _differences(whole: Any, baseline: str, lengths: list[int]) -> list[str]:
+    """Compare each name with the baseline in the same kind of attention."""
+    is_base = (whole.encoding == baseline) & (whole.positions == "none")
+    found = subtract(whole[~is_base], whole[is_base], ["attention", "length"], ["name", "length"])
+    if found.empty:
+        return []
+    what = f"Results are paired by seed{explain_intervals(found['pairs'])}"
+    if whole.attention.nunique() > 1:
+        what = f"Encodings are compared within the same kind of attention. {what}"
+    rows = [
+        [name, *(show_difference(found.loc[(name, n)], 3) if (name, n) in found.index else "" for n in lengths)]
+        for name in ranking(whole)
+        if name in found.index
+    ]
+    return [f"**Difference from {baseline}.** {what}", "", *table(["encoding", *(f"{n:,}" for n in lengths)], rows)]
 
 
 def describe_evaluation(results: pd.DataFrame, limit: int, lengths: list[int]) -> str:
@@ -57,13 +75,13 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     training = settings["training"]
     trained = training["length"]
     results = parse(results)
-    seeds, number = count_seeds(results, ["encoding"])
+    seeds, number = count_seeds(results, KEYS)
     whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
     stats, fixed = mean_and_std(whole, "length"), whole.drop_duplicates("name").set_index("name")
     lengths = sorted(whole.length.unique())
     scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
-    seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
+    seconds = results.drop_duplicates([*KEYS, "seed"]).train_seconds
     lines = [
         f"The table lists bits per byte of held-out text, {scheme}. Columns are lengths in bytes, and rows are "
         f"sorted by the longest length. {describe_training(settings)} Training windows have {trained} bytes. "
@@ -78,6 +96,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         for name in ranking(results)
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
+    lines += _differences(whole, baseline, lengths)
     lines += [
         f"Measured on {describe_environments(config['environments'])};"
         f" each run took {seconds.min():.0f} to {seconds.max():.0f} s."

@@ -38,21 +38,47 @@ def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
     return most, f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
-def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Compare each encoding with the baseline in the same kind of attention. Results are paired by common seeds.
+def subtract(results: Any, base: Any, common: list[str], keys: list[str], level: float = 0.95) -> pd.DataFrame:
+    """Subtract ``base`` from results that have the same seed and the same values in the columns ``common``.
 
     Returns:
-        a row for each encoding, attention, positions and size, with the mean difference, half the width of Student's
+        a row for each combination of ``keys``, with the mean difference over seeds, half the width of Student's
         interval (NaN for one seed), and the number of pairs.
     """
-    where = [*KEYS[1:], "positions", "size", "seed"]
-    base: Any = results[results.encoding == baseline].set_index(where)["value"]
-    others: Any = results[results.encoding != baseline]
-    paired = others.join(base.rename("base"), on=where, how="inner")
-    groups = paired.assign(gap=paired.value - paired.base).groupby([*KEYS, "positions", "size"], sort=False)["gap"]
+    where = [*common, "seed"]
+    paired = results.join(base.set_index(where)["value"].rename("base"), on=where, how="inner")
+    groups = paired.assign(gap=paired.value - paired.base).groupby(keys, sort=False)["gap"]
     found = groups.agg(["mean", "std", "count"])
     width = student.ppf((1 + level) / 2, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
     return pd.DataFrame({"mean": found["mean"], "half": width, "pairs": found["count"]})
+
+
+def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
+    """Compare each encoding with the baseline in the same kind of attention; see :func:`subtract`."""
+    is_base, common = results.encoding == baseline, [*KEYS[1:], "positions", "size"]
+    return subtract(results[~is_base], results[is_base], common, [KEYS[0], *common], level)
+
+
+def show_difference(row: Any, digits: int) -> str:
+    """Show a row of :func:`subtract`, in bold if the interval excludes zero."""
+    if np.isnan(row["half"]):
+        return f"{row['mean']:+.{digits}f}"
+    text = f"{row['mean']:+.{digits}f} ± {row['half']:.{digits}f}"
+    return f"**{text}**" if abs(row["mean"]) > row["half"] else text
+
+
+def explain_intervals(pairs: Any) -> str:
+    """Explain the numbers of :func:`show_difference`, given the number of pairs of each."""
+    text = ""
+    if max(pairs) > 1:
+        text += (
+            ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
+            "interval excludes zero. The intervals are not corrected for multiple comparisons: about one in "
+            "twenty excludes zero by chance alone"
+        )
+    if 2 in set(pairs):
+        text += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
+    return f"{text}."
 
 
 def _accuracy(results: pd.DataFrame, ranking: list[Any], digits: int) -> list[str]:
@@ -76,11 +102,7 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
     def cell(key: tuple[str, ...]) -> str:
         if key not in found.index:
             return ""
-        row: Any = found.loc[key]
-        if np.isnan(row["half"]):
-            return f"{row['mean']:+.{digits}f}"
-        text = f"{row['mean']:+.{digits}f} ± {row['half']:.{digits}f}"
-        return f"**{text}**" if abs(row["mean"]) > row["half"] else text
+        return show_difference(found.loc[key], digits)
 
     lines = []
     for positions in POSITIONS:
@@ -189,15 +211,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     lines += [" ".join(notes), ""] if notes else []
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:
         what = "Encodings are compared within the same kind of attention, and results are paired by seed"
-        if seeds > 1:
-            what += (
-                ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
-                "interval excludes zero. The intervals are not corrected for multiple comparisons: about one in "
-                "twenty excludes zero by chance alone"
-            )
-        if (difference(results, baseline)["pairs"] == 2).any():
-            what += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
-        lines += [f"**Difference from {baseline}.** {what}.", "", *_differences(results, ranking, baseline, digits)]
+        what += explain_intervals([0, *difference(results, baseline)["pairs"]])
+        lines += [f"**Difference from {baseline}.** {what}", "", *_differences(results, ranking, baseline, digits)]
     lines += summarize_trainings(results, ranking)
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 

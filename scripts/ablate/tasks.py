@@ -277,12 +277,15 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 @contextlib.contextmanager
 def options_as_set(task: Task) -> Iterator[None]:
     """Reword the errors of a training run: say ``--set NAME=VALUE`` for options, and DATA for data."""
-    known = {f.name for f in fields(task.config)} - set(CHOSEN)
+    known = {f.name: f.default for f in fields(task.config) if f.name not in CHOSEN}
 
     def reword(found: re.Match[str]) -> str:
         name, value = found[1].replace("-", "_"), found[2]
         if name == "data":
             return found[0].replace("--data", "DATA")
+        positive = name.removeprefix("no_")
+        if isinstance(known.get(positive), bool) and found.string[found.end() :][:1] != ":":
+            return f"--set {positive}={'true' if positive == name else 'false'}"
         if name not in known:
             return found[0]
         return f"--set {name}" + (f"={value.strip()}" if value else "")

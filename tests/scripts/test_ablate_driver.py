@@ -192,6 +192,53 @@ def test_differences_are_paired_over_the_seeds():
     assert row["pairs"] == 5  # seed 5 has no partner
 
 
+@pytest.mark.parametrize("task", ["image", "lm", "recall"])
+def test_a_report_against_another_folder(tmp_path, task):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        shutil.copytree(ablate_report.committed(task), folder)
+    config = json.loads((there / "config.json").read_text())
+    config["settings"]["training"]["lr"] = 0.5
+    (there / "config.json").write_text(json.dumps(config))
+    results = ablate_report.read_results(there)
+    shifts = results.seed.map({0: 1.0, 1: 2.0, 2: 3.0})
+    results = results.assign(value=results.value - shifts)[shifts.notna()]
+    results.to_csv(there / "results.csv", index=False)
+    shown = invoke("report", "--folder", str(here), "--against", str(there))
+    assert shown.exit_code == 0, shown.output
+    _, text = (here / "table.md").read_text().split(f"**Difference from the runs in {there}.** ")
+    assert text.startswith("Different settings: `lr` ")
+    assert "(there 0.5). Results are paired by seed. " in text
+    number = {"image": "2.0 ± 2.5", "lm": "2.000 ± 2.484", "recall": "2.0 ± 2.5"}[task]
+    assert f"| +{number} |" in text
+    columns = set(results["size"].astype(str)) - {size for size in results["size"].astype(str) if ":" in size}
+    assert all(f" {size} |" in text for size in columns)
+
+
+def test_errors_of_against(tmp_path):
+    image, lm = ablate_report.committed("image"), ablate_report.committed("lm")
+    here = tmp_path / "here"
+    shutil.copytree(image, here)
+    rows = ablate_report.read_results(here)
+    rows.assign(seed=rows.seed + 100).to_csv(here / "results.csv", index=False)
+    for arguments, message in (
+        (["--folder", str(here), "--against", str(lm)], "expected runs of image, as in"),
+        (["--folder", str(here), "--against", str(tmp_path)], "expected a folder with results.csv"),
+        (["--folder", str(here), "--against", str(image)], "expected results with the same encoding, attention, seed"),
+        (["--against", str(image)], "only works with --folder"),
+    ):
+        refused = invoke("report", *arguments)
+        assert refused.exit_code == 2, refused.output
+        assert message in refused.output
+
+
+def test_a_copy_without_config_json_says_to_copy_it(tmp_path):
+    shutil.copy(ablate_report.committed("image") / "results.csv", tmp_path)
+    refused = invoke("report", "--folder", str(tmp_path))
+    assert refused.exit_code == 2
+    assert "expected config.json next to the results, found none; also copy it" in refused.output
+
+
 @pytest.mark.parametrize("task", SIZES)
 def test_numbers_of_the_table(task, tmp_path):
     values = {
@@ -410,7 +457,7 @@ def test_pages_are_written(tmp_path, monkeypatch):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "note": "a note"}))
     monkeypatch.setattr(ablate_report, "folders", lambda: [folder])
-    monkeypatch.setattr(ablate_driver, "write_report", lambda folder, baseline: None)
+    monkeypatch.setattr(ablate_driver, "write_report", lambda folder, baseline, against: None)
     assert invoke("report", "--pages", str(tmp_path / "pages")).exit_code == 0
     text = (tmp_path / "pages" / "ablate-other.md").read_text(encoding="utf-8")
     assert text.startswith("# Comparison: other\n")
@@ -539,6 +586,11 @@ def test_a_report_of_another_task_is_refused(tmp_path):
         ("idx", ["--set", "batch=99"], "--set batch=99: expected at most 24, the number of training images"),
         ("idx", ["--set", "without=ugly"], "--set without ugly: only works with --set label; add --set label"),
         ("idx", ["-e", "linear"], "as --attention linear"),
+        (
+            "idx",
+            ["--set", "cuda_graphs=true"],
+            "--set cuda_graphs: expected --set compile=true and .*got --set compile=false and --set accumulate=1",
+        ),
     ],
 )
 def test_errors_name_options_of_the_comparison(images, tmp_path, data, options, message):

@@ -55,7 +55,7 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
     # 5% of the text is held out: 111 bytes, of which the last is only a target.
     assert "adjacent windows at the start of the held-out text, 64 to 96 bytes in total." in table
     assert "| rotate + yarn | " in table
-    assert table.count("±") == 1 + len(variants) * 3
+    assert table.count("±") == 2 + len(variants) * 3 + (len(variants) - 1) * 3
     assert 5_000 < (out / "lengths.png").stat().st_size < 300_000
 
     # If a result is lost, only that run is repeated, with the same result.
@@ -78,7 +78,7 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_numbers_of_the_table(tmp_path: Path) -> None:
-    same = {"params": 1000, "train_seconds": 30.0}
+    same = {"attention": "softmax", "params": 1000, "train_seconds": 30.0}
     rows = [
         {**same, "encoding": "rotate", "positions": scaling, "seed": seed, "size": size, "value": bits}
         for scaling, seed, size, bits in (
@@ -102,12 +102,26 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
         "| rotate | 1,000 | 2.100 ± 0.141 | 6.000 ± 1.414 |",
     ]
     assert "Measured on A GPU, torch 2.11, commit 0123456789ab; each run took 30 to 30 s." in lines
+    (start,) = (i for i, line in enumerate(lines) if line.startswith("**Difference from rotate.** Results are paired"))
+    assert lines[start + 2 : start + 6] == [
+        "| encoding | 512 | 1,024 |",
+        "| --- | ---: | ---: |",
+        "| rotate + yarn | +0.000 ± 0.000 | -3.500 ± 12.706 |",
+        "",
+    ]
+
+    # Kinds of attention are not averaged, and each is compared with its own baseline.
+    linear = [{**row, "attention": "linear", "value": row["value"] + 1} for row in rows]
+    both = report_lengths.markdown(pd.DataFrame([*rows, *linear]), config, "rotate").splitlines()
+    assert "| softmax/rotate | 1,000 | 2.100 ± 0.141 | 6.000 ± 1.414 |" in both
+    assert "| linear/rotate | 1,000 | 3.100 ± 0.141 | 7.000 ± 1.414 |" in both
+    assert "| linear/rotate + yarn | +0.000 ± 0.000 | -3.500 ± 12.706 |" in both
 
 
 @pytest.mark.parametrize(("low", "high"), [(2.1, 2.4), (1.95, 2.05), (3.05, 3.9), (1.8, 4.2)])
 def test_the_plot_has_at_least_two_ticks(tmp_path: Path, monkeypatch, low: float, high: float) -> None:
     rows = [
-        {"encoding": name, "positions": "none", "seed": 0, "size": size, "value": value}
+        {"encoding": name, "attention": "softmax", "positions": "none", "seed": 0, "size": size, "value": value}
         for name, value in (("rotate", low), ("cosine", high))
         for size in ("512", "1024", "1024:0-512", "1024:512-1024")
     ]
