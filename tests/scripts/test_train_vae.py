@@ -61,7 +61,7 @@ def test_help_of_the_data_leaves_out_latents():
 def test_weights_of_another_architecture(tmp_path):
     data = write_classes(tmp_path / "classes")
     vae.run(config(data, tmp_path / "run", steps=1))
-    with pytest.raises(typer.BadParameter, match=r"in the model\); pass that model's options, or leave out --weights$"):
+    with pytest.raises(typer.BadParameter, match=r"run: pass that model's options, or leave out --weights\..* in the model\)$"):
         vae.run(config(data, tmp_path / "wider", widths="16,16", weights=str(tmp_path / "run")))
 
 
