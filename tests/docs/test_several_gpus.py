@@ -17,6 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text(encodi
 DTENSORS, FIND, FSDP2, FSDP1 = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 
 
+@pytest.mark.slow
 def test_dtensors(tmp_path):
     (tmp_path / "shard.py").write_text(DTENSORS, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "shard.py"]

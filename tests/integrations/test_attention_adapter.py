@@ -190,6 +190,7 @@ def compile_blocks(model):
     return graphs
 
 
+@pytest.mark.slow
 def test_blocks_compiled_one_by_one():
     """Blocks share compiled code, and checkpoints rerun them with their own positions."""
     style = STYLES["dit"]
@@ -207,6 +208,7 @@ def test_blocks_compiled_one_by_one():
         model.blocks[0](hidden, condition)  # outside of the model's forward
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_not_mixed_up():
     """This holds if layers have separate encodings, and if two models share a class."""
     style = STYLES["dit"]
@@ -219,6 +221,7 @@ def test_compiled_blocks_are_not_mixed_up():
         assert_within_budget(run(model, inputs), run(twin, inputs), run_exactly(twin, inputs))
 
 
+@pytest.mark.slow
 def test_what_is_compiled_follows_patches(monkeypatch):
     """If an attention's forward or its globals are patched, the patch takes effect after compiling."""
     style = STYLES["dit"]

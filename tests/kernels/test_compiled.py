@@ -82,6 +82,7 @@ def check_launches(rows):
         assert row["by_torch"] == row["defined"], f"{name}: Inductor does not launch a kernel itself"
 
 
+@pytest.mark.slow
 def test_launches_without_a_gpu(tmp_path):
     rows = inspect_code(tmp_path, "rotate", "norm backward weights", "any size")
     assert len(rows) == 3

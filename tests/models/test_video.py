@@ -565,6 +565,7 @@ def test_a_stream_learns_through_its_state(change):
     assert found[names.index("encoding.omega")].abs().max() > 0
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_stream_compiles_once():
     torch._dynamo.reset()

@@ -25,6 +25,7 @@ def config(data: Path, out: Path, **changes: Any) -> VaeTraining:
     return VaeTraining(data=data, out=out, **{**small, "size": 8, "widths": "8,16", **changes})
 
 
+@pytest.mark.slow
 def test_from_a_vae_to_samples(tmp_path):
     """A trained VAE reconstructs images, its latents have unit scale, and it decodes the diffusion model's samples."""
     data = write_classes(tmp_path / "classes")
@@ -61,7 +62,8 @@ def test_help_of_the_data_leaves_out_latents():
 def test_weights_of_another_architecture(tmp_path):
     data = write_classes(tmp_path / "classes")
     vae.run(config(data, tmp_path / "run", steps=1))
-    with pytest.raises(typer.BadParameter, match=r"run: pass that model's options, or leave out --weights\..* in the model\)$"):
+    message = r"run: pass that model's options, or leave out --weights\..* in the model\)$"
+    with pytest.raises(typer.BadParameter, match=message):
         vae.run(config(data, tmp_path / "wider", widths="16,16", weights=str(tmp_path / "run")))
 
 
