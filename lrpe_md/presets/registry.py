@@ -578,7 +578,7 @@ def preset(
     made = make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(
-            f"num_heads: expected the number of key heads, because each head of {name} has its own "
-            f"{'phase' if made.phase else 'frequencies'}, got None; pass num_heads=, which can be 1"
+            f"num_heads: expected the number of key heads, got None. Each head of {name} has its own "
+            f"{'phase' if made.phase else 'frequencies'}, so pass num_heads= (1 is allowed)"
         )
     return made

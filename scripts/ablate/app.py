@@ -238,7 +238,7 @@ def report(
         list[str] | None, typer.Argument(help=f"Tasks to report: {', '.join(TASKS)}. (default: all)")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Output folder of `run`. (default: all of scripts/results)")
+        Path | None, typer.Option(help="Output folder of `run`. (default: report every folder in scripts/results)")
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")] = None,
     against: Annotated[

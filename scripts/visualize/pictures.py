@@ -256,7 +256,7 @@ def main(
 
 def _make_folder(out: Path) -> None:
     if out.suffix[1:] in FORMATS or out.is_file():
-        raise typer.BadParameter(f"--out: expected a folder, got {out}; the figures get the names of the encodings")
+        raise typer.BadParameter(f"--out: expected a folder, got {out}; each figure is named after its encoding")
     out.mkdir(parents=True, exist_ok=True)
 
 

@@ -137,7 +137,7 @@ def test_rows_of_the_readme_run():
         ):
             exec(code[1], given)
             run.append(code[1].split("(")[0])
-    assert run == ["q, k = RotateMd", "m = PresetMd", "Scheme", "rotate", "LinearAttention"]
+    assert run == ["q, k = RotateMd", "m = PresetMd", "PresetMd", "rotate", "LinearAttention"]
 
 
 def cells(line):
