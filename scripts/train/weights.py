@@ -128,8 +128,8 @@ def _find_trained_grid(before: dict[str, Any], weights: dict[str, Tensor]) -> tu
     """Return the patch grid of a run, or of a position table on a square grid. None means that the grid is unknown."""
     if {"size", "patch"} <= before.keys():
         return _find_grid(before)
-    table = weights.get("pos_embed")
-    if before or table is None or table.ndim != 3 or weights["patch_embed.proj.weight"].ndim != 4:
+    table, kernel = weights.get("pos_embed"), weights.get("patch_embed.proj.weight")
+    if before or table is None or table.ndim != 3 or kernel is None or kernel.ndim != 4:
         return None
     number, prefix = table.shape[1], sum(weights[name].shape[1] for name in PREFIX if name in weights)
     side = next((math.isqrt(n) for n in (number, number - prefix) if n > 0 and math.isqrt(n) ** 2 == n), None)

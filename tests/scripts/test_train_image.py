@@ -893,6 +893,7 @@ def test_the_name_of_a_timm_model_as_weights_explains_how_to_save_them():
         ([1.0], "expected named tensors.* can't be read"),
         ({"epoch": 3}, "expected named tensors"),
         ("video", "different architecture"),
+        ("diffusion", r"different architecture \(blocks\.0\..* is only in the model"),
     ],
 )
 def test_unsuitable_weights(tmp_path, change, message):
@@ -902,6 +903,8 @@ def test_unsuitable_weights(tmp_path, change, message):
         path.mkdir()
     elif change == "video":
         torch.save({"patch_embed.proj.weight": torch.zeros(48, 1, 2, 4, 4), "head.weight": torch.zeros(2, 48)}, path)
+    elif change == "diffusion":  # a position table without patch_embed.proj.weight
+        torch.save({"pos_embed": torch.zeros(1, 4, 48), "x_embedder.proj.weight": torch.zeros(48, 1, 4, 4)}, path)
     elif isinstance(change, bytes):
         path.write_bytes(change)
     elif isinstance(change, list):

@@ -841,11 +841,11 @@ def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
     R, P = counts
     SIZE: tl.constexpr = V.state_size
     BLOCK: tl.constexpr = V.block_c
-    AHEAD: tl.constexpr = V.stages
+    AT_ONCE: tl.constexpr = V.stages
     total = tl.zeros([BLOCK], dtype=tl.float64)
     for r in range(R):
-        for first in range(0, P, AHEAD):
-            pieces = first + tl.arange(0, AHEAD)
+        for first in range(0, P, AT_ONCE):
+            pieces = first + tl.arange(0, AT_ONCE)
             index = (pieces.to(tl.int64) * rows + row) * R + r
             mask = (pieces < P)[:, None] & (o < SIZE)[None, :]
             tile = tl.load(p_states + index[:, None] * SIZE + o[None, :], mask=mask, other=0.0)

@@ -128,7 +128,7 @@ class Pieces(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a single piece contains all tokens. Its state needs no scan, unless there is an initial state."""
+        """Whether a single piece contains all tokens, without a causal mask, blocks or packed sequences."""
         return self.table is None and self.num_pieces == 1
 
 
@@ -709,10 +709,10 @@ def scan_states(
     final_state = None
     if returns_final:
         final_state = torch.empty(num_states * sizes.groups, sizes.state, dtype=inputs.acc, device=inputs.device)
-    block, num_stages = choose_scan_tile(sizes.rows, sizes.state)
+    block, num_at_once = choose_scan_tile(sizes.rows, sizes.state)
     variant = Variant(
         v_dim=sizes.v_dim, num_features=sizes.num_features, num_sums=sizes.num_sums, state_size=sizes.state,
-        block_c=block, stages=num_stages, wide=inputs.acc == torch.float64,
+        block_c=block, stages=num_at_once, wide=inputs.acc == torch.float64,
         causal=inputs.call.attention.mask == "causal",
     )  # fmt: skip
     repeats = states.shape[1] // max(1, sizes.rows)
