@@ -122,7 +122,10 @@ def _swap_heads_and_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...], device: str) -> Recognised:
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as e:  # a built-in function
+        raise TypeError(f"function: expected a Python function or a module, got {function!r}: {e}") from e
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     count = max(1, sum(p.default is p.empty and p.kind in positional for p in parameters))
     if count > 2:

@@ -15,7 +15,7 @@ from ..common.folder import ROOT, read_json, show_value, write, write_config
 from ..common.markdown import PICTURES, page, table, write_page
 from ..train.samples import write_comparison
 from . import report_lengths, report_recall, report_sizes
-from .report_sizes import KEYS, explain_intervals, show_difference, subtract
+from .report_sizes import KEYS, explain_intervals, find_free, show_difference, subtract
 from .tasks import TASKS, collect
 
 COMMAND = "lrpe-md ablate report"
@@ -93,7 +93,7 @@ def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any],
     changes = [
         f"`{name}` {show_value(here.get(name))} (there {show_value(there.get(name))})"
         for name in dict.fromkeys([*here, *there])
-        if here.get(name) != there.get(name)
+        if name not in find_free(settings) and here.get(name) != there.get(name)
     ]
     what = f"Different settings: {', '.join(changes) or 'none'}. Results are paired by seed"
     text = f"**Difference from the runs in {against}.** {what}{explain_intervals(found['pairs'])}"

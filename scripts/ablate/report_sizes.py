@@ -171,11 +171,15 @@ def describe_training(settings: dict[str, Any]) -> str:
     return f"{text} Settings that differ from the task's defaults: {', '.join(changed)}." if changed else text
 
 
+def find_free(settings: dict[str, Any]) -> set[str]:
+    """Return the names of options that don't affect the results, such as log_every."""
+    affects = ("weights", "test_size", "test_sizes")
+    return {f.name for f in fields(TASKS[settings["task"]].config) if f.metadata["free"] and f.name not in affects}
+
+
 def find_changes(settings: dict[str, Any]) -> list[str]:
     """Return the settings that differ from the task's defaults as "name value", except settings that the text names."""
-    task, training = TASKS[settings["task"]], settings["training"]
-    affects = ("weights", "test_size", "test_sizes")  # free options that change the results
-    free = {f.name for f in fields(task.config) if f.metadata["free"] and f.name not in affects}
+    task, training, free = TASKS[settings["task"]], settings["training"], find_free(settings)
     defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING} | task.defaults
     named = ("steps", "seconds", "batch", "lr", "precision", "compile", "cuda_graphs")
     return [

@@ -266,3 +266,8 @@ def test_a_sequence_of_one_number():
 def test_bad_arguments(options):
     with pytest.raises(ValueError, match="head_dim"):
         recognise(llama, **{"head_dim": D, "shape": (20,), **options})
+
+
+def test_a_function_without_a_signature():
+    with pytest.raises(TypeError, match=r"function: expected a Python function or a module, got <built-in method relu"):
+        recognise(torch.relu, head_dim=16, shape=(3, 4))

@@ -198,7 +198,7 @@ def test_a_report_against_another_folder(tmp_path, task):
     for folder in (here, there):
         shutil.copytree(ablate_report.committed(task), folder)
     config = json.loads((there / "config.json").read_text())
-    config["settings"]["training"]["lr"] = 0.5
+    config["settings"]["training"] |= {"lr": 0.5, "log_every": 12345}  # log_every doesn't affect the results
     (there / "config.json").write_text(json.dumps(config))
     results = ablate_report.read_results(there)
     shifts = results.seed.map({0: 1.0, 1: 2.0, 2: 3.0})
@@ -208,6 +208,7 @@ def test_a_report_against_another_folder(tmp_path, task):
     assert shown.exit_code == 0, shown.output
     _, text = (here / "table.md").read_text().split(f"**Difference from the runs in {there}.** ")
     assert text.startswith("Different settings: `lr` ")
+    assert "12345" not in text
     assert "(there 0.5). Results are paired by seed. " in text
     number = {"image": "2.0 ± 2.5", "lm": "2.000 ± 2.484", "recall": "2.0 ± 2.5"}[task]
     assert f"| +{number} |" in text
