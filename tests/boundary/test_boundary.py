@@ -235,6 +235,7 @@ def test_compile_explicit_coordinates(map, impl, backend, device):
         torch.testing.assert_close(compiled(x, coords), f(x, coords))
 
 
+@pytest.mark.slow
 def test_transforms_inside_a_compiled_function(map, device):
     call, args = example(map, device, dtype=torch.float32)
     args = [a.detach() for a in args]

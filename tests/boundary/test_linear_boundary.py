@@ -313,6 +313,7 @@ def test_compile_cross_attention(impl, device):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("map", slow_except(["cosine"], ["cosine", "rotate", None]), indirect=True)
 def test_transforms_inside_and_of_a_compiled_function(map, device):
     call, args = example(map, device, dtype=torch.float32)

@@ -73,6 +73,7 @@ def augmented_timm():
     return model, lambda m: m(IMAGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", slow_except([augmented_timm], [augmented_transformers, augmented_timm]))
 @pytest.mark.filterwarnings("ignore")
 def test_nor_where_positions_are_drawn_in_training(make):

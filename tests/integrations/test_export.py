@@ -112,6 +112,7 @@ def run_onnx(path, x):
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
 def test_onnx(exported, tmp_path):
     """The exported model runs at any height, width and batch size."""

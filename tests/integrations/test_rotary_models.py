@@ -668,6 +668,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(["dinov3"], COMPILED))
 def test_compiling_breaks_no_graph_that_the_original_keeps(name):
     """This covers the forward pass, training, and the gradients of the compiled model."""

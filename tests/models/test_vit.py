@@ -1148,6 +1148,7 @@ def test_one_graph_for_all_sizes(kwargs):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_compile_training_of_a_resampled_table():
     torch._dynamo.reset()
     model = adapt(lrpe_vit(encoding=None, absolute="learned", depth=1), "rotate")
@@ -1161,6 +1162,7 @@ def test_compile_training_of_a_resampled_table():
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow
 def test_compile_training_with_checkpointing():
     torch._dynamo.reset()
     model = lrpe_vit(encoding="mixed", patch_drop_rate=0.5).train()

@@ -392,6 +392,7 @@ def test_failures_are_reduced_and_reported(monkeypatch):
     assert "smaller: LinearConfig(" in result.reports[0]
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     done = CliRunner().invoke(app, ["--count", "6", "--seed", "5", "--impl", "reference", "--device", "cpu"])

@@ -75,6 +75,7 @@ def test_each_channel_uses_its_own_entry(pairs):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("map", [cosine, rotate])
 def test_gradients_of_tables(map):
     """With plain torch, tables get gradients of any order, even through views and complex numbers."""

@@ -314,6 +314,7 @@ def test_traced_at_a_fixed_size(name):
     torch.testing.assert_close(traced(other), model(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROPES)
 def test_exported_for_any_size(name):
     """ONNX's exporter doesn't support the remainder by a symbolic size."""

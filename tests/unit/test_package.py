@@ -238,6 +238,7 @@ def test_public_names():
         lrpe_md.lrpe_sine_md  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_star_import_needs_no_other_library():
     code = """
 import sys

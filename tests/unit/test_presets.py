@@ -471,7 +471,7 @@ BAD = {
     "no head_dim": (r"head_dim: expected a positive number, got 0", lambda: preset("pope", 0)),
     "no heads": (r"num_heads: .*got 0", lambda: preset("mochi", num_heads=0)),
     "heads of mochi not said": (
-        r"num_heads: .* each head of mochi has its own frequencies, got None; pass num_heads=",
+        r"num_heads: .* key heads, got None\. Each head of mochi has its own frequencies, so pass num_heads=",
         lambda: preset("mochi"),
     ),
     "heads of rope_vit_mixed": (r"num_heads: .*has its own frequencies", lambda: preset("rope_vit_mixed", 48)),
