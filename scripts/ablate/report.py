@@ -89,11 +89,12 @@ def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any],
         [*key, *(show_difference(found.loc[(*key, n)], digits) if (*key, n) in found.index else "" for n in columns)]
         for key in dict.fromkeys(each[:-1] for each in found.index)
     ]
+    free = find_free(settings)
     here, there = ({"data": each["data"], **each["training"]} for each in (settings, other))
     changes = [
         f"`{name}` {show_value(here.get(name))} (there {show_value(there.get(name))})"
         for name in dict.fromkeys([*here, *there])
-        if name not in find_free(settings) and here.get(name) != there.get(name)
+        if name not in free and here.get(name) != there.get(name)
     ]
     what = f"Different settings: {', '.join(changes) or 'none'}. Results are paired by seed"
     text = f"**Difference from the runs in {against}.** {what}{explain_intervals(found['pairs'])}"

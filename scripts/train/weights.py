@@ -131,7 +131,7 @@ def _find_trained_grid(before: dict[str, Any], weights: dict[str, Tensor]) -> tu
     table, kernel = weights.get("pos_embed"), weights.get("patch_embed.proj.weight")
     if before or table is None or table.ndim != 3 or kernel is None or kernel.ndim != 4:
         return None
-    number, prefix = table.shape[1], sum(weights[name].shape[1] for name in PREFIX if name in weights)
+    number, prefix = table.shape[1], _count_prefix(weights)
     side = next((math.isqrt(n) for n in (number, number - prefix) if n > 0 and math.isqrt(n) ** 2 == n), None)
     return None if side is None else (side, side)
 
@@ -288,6 +288,17 @@ def _as_option(name: str, value: Any = True) -> str:
     return f"--{option} {shlex.quote(str(value))}"
 
 
+def _count_prefix(weights: dict[str, Tensor]) -> int:
+    """Return the number of class and register tokens."""
+    return sum(weights[name].shape[1] for name in PREFIX if name in weights)
+
+
+def _count_prefix_rows(weights: dict[str, Tensor]) -> int:
+    """Return how many rows of the position table belong to class and register tokens. A square table has none."""
+    number = weights["pos_embed"].shape[1]
+    return 0 if math.isqrt(number) ** 2 == number else _count_prefix(weights)
+
+
 def _find_other_pixels(settings: dict[str, Any], found: dict[str, Tensor]) -> tuple[tuple[float, ...], ...] | None:
     """Return the mean and std of the pixels of --model's pretrained weights, or None if these pixels are in [-1, 1]."""
     name = _part_of(settings, "model").get("model")
@@ -310,8 +321,7 @@ def _convert_pixels(found: dict[str, Tensor], mean: tuple[float, ...], std: tupl
     if bias in found:
         converted[bias] = (found[bias].double() + shift).to(found[bias].dtype)
     elif table in found:  # models that normalise patches first have no bias
-        number, prefix = found[table].shape[1], sum(found[name].shape[1] for name in PREFIX if name in found)
-        rows = torch.arange(number) >= (0 if math.isqrt(number) ** 2 == number else prefix)
+        rows = torch.arange(found[table].shape[1]) >= _count_prefix_rows(found)
         converted[table] = (found[table].double() + rows[:, None] * shift).to(found[table].dtype)
     return {**found, **converted}
 
@@ -329,9 +339,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
     if model.pos_embed is None:
         found.pop("pos_embed", None)
     elif table is not None and model.num_prefix_tokens == 0:
-        prefix = sum(found[name].shape[1] for name in PREFIX if name in found)
-        if math.isqrt(table.shape[1]) ** 2 != table.shape[1]:
-            found["pos_embed"] = table[:, prefix:]
+        found["pos_embed"] = table[:, _count_prefix_rows(found) :]
     own = model.state_dict().keys()
     for name in ("weight", "bias"):  # in a model that averages tokens, the norm comes after the mean
         if f"fc_norm.{name}" in own and f"norm.{name}" in found:

@@ -137,12 +137,15 @@ def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
         lrpe_md.show([])
 
 
+def bold_titles(encodings):
+    """Return the title of each encoding in a comparison."""
+    titles = [axis.get_title() for axis in lrpe_md.show(encodings, (4, 6)).axes]
+    return [title.split(":")[0] for title in titles if title.startswith("$")]
+
+
 def test_a_comparison_takes_titles():
     encodings = {f"base {base}": lrpe_md.RotateMd(16, 2, base=base) for base in (10, 100)}
-    titles = [axis.get_title() for axis in lrpe_md.show(encodings, (4, 6)).axes]
-    assert [title.split(":")[0] for title in titles if title.startswith("$")] == [
-        r"$\mathbf{base\ 10}$", r"$\mathbf{base\ 100}$"
-    ]  # fmt: skip
+    assert bold_titles(encodings) == [r"$\mathbf{base\ 10}$", r"$\mathbf{base\ 100}$"]
 
 
 def test_a_model_is_drawn_with_its_encoding():
@@ -154,10 +157,7 @@ def test_a_model_is_drawn_with_its_encoding():
     assert lrpe_md.show(model, (4, 6)).get_suptitle() == lrpe_md.show(encoding, (4, 6)).get_suptitle()
     model.encoding = torch.nn.ModuleList([encoding, lrpe_md.RotateMd(16, 2, base=10)])
     for layers in (model, model.encoding):
-        titles = [axis.get_title() for axis in lrpe_md.show(layers, (4, 6)).axes]
-        assert [title.split(":")[0] for title in titles if title.startswith("$")] == [
-            r"$\mathbf{layer\ 0}$", r"$\mathbf{layer\ 1}$"
-        ]  # fmt: skip
+        assert bold_titles(layers) == [r"$\mathbf{layer\ 0}$", r"$\mathbf{layer\ 1}$"]
 
 
 def test_text_before_a_grid_is_not_rotated_by_a_module():

@@ -128,7 +128,7 @@ class Pieces(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a single piece contains all tokens, without a causal mask, blocks or packed sequences."""
+        """Return whether a single piece contains all tokens, without a causal mask, blocks or packed sequences."""
         return self.table is None and self.num_pieces == 1
 
 
