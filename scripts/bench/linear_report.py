@@ -79,8 +79,11 @@ def excluded(rows: Any) -> str:
     """Return sentences about what other libraries do not compute in these tables."""
     text = "Rows of other libraries have no positions, unless their names include a map. "
     for note, what in EXCLUDED.items():
-        *first, last = dict.fromkeys(impl.split(", ")[0] for impl in rows.impl[rows.note.str.startswith(note)]) or [""]
-        text += f"The times of {' and '.join([', '.join(first)] * bool(first) + [last])} exclude {what}. " * bool(last)
+        libraries = dict.fromkeys(
+            impl.replace(",", "").split()[0] for impl in rows.impl[rows.note.str.startswith(note)]
+        )
+        if libraries:
+            text += f"The times of {' and '.join(libraries)} exclude {what}. "
     return text
 
 
