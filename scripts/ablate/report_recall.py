@@ -171,7 +171,7 @@ def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> No
             axis.set_xscale("log", base=2)
             axis.set_xticks(frames, [str(n) for n in frames])
             axis.set_xlabel("frames (dotted: in training)")
-            axis.set_title(f"questions {kind}")
+            axis.set_title(NAMES[kind])
             axis.set_ylim(0, 104)
             axis.minorticks_off()
         axes[0].set_ylabel("accuracy, %")

@@ -17,6 +17,7 @@ from .linear_measure import WORKLOADS
 from .training_report import training, where
 
 LINEAR, SCALING, TRAINING = "benchmark-linear.csv", "linear-scaling.csv", "linear-training.csv"
+MEASURED_AGAIN = "training.csv"  # newer measurements of some rows in TRAINING
 BARS, LINES = "performance-linear.png", "linear-scaling.png"
 OURS = "lrpe-md"
 PEERS = ("bidirectional", "sana")  # prefixes of the peers' workloads
@@ -27,6 +28,7 @@ PEER_COLORS = {
     "SDPA": "grey", "unfused, compiled": "vermilion", "fla chunk": "green", "fla fused_chunk": "sky",
     "flash_bla": "purple", "diffusers": "green", "SanaWM": "green", "SanaWM, compiled": "vermilion",
 }  # fmt: skip
+EXCLUDED = {"features formed beforehand": "the activation", "angles formed beforehand": "the angles"}  # by note
 MEASURES = {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}
 
 
@@ -73,6 +75,18 @@ def describe_workloads(works: Sequence[str]) -> list[str]:
     return table(head, found)
 
 
+def excluded(rows: Any) -> str:
+    """Return sentences about what other libraries do not compute in these tables."""
+    text = "Rows of other libraries have no positions, unless their names include a map. "
+    for note, what in EXCLUDED.items():
+        libraries = dict.fromkeys(
+            impl.replace(",", "").split()[0] for impl in rows.impl[rows.note.str.startswith(note)]
+        )
+        if libraries:
+            text += f"The times of {' and '.join(libraries)} exclude {what}. "
+    return text
+
+
 def linear_table(rows: Any) -> str:
     """Render shares and milliseconds, with a row for each implementation and map and a column for each workload."""
     measured: Any = rows[rows.ms.notna()] if len(rows) else rows
@@ -82,7 +96,7 @@ def linear_table(rows: Any) -> str:
     lines = [
         "**Linear attention.** The tables list speeds as shares of a copy's speed, with milliseconds in brackets. The "
         "forward pass must move 4·BHND elements, and the backward pass 7·BHND. Times are medians in bfloat16 with a "
-        f"cold L2 cache. {where(measured)}.",
+        f"cold L2 cache. {excluded(measured)}{where(measured)}.",
         "",
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
@@ -140,7 +154,11 @@ def scaling_cell(row: Any) -> str:
 
 def section(folder: Path) -> str:
     """Render all tables."""
-    tables = linear_table(read_linear(folder)), training(folder / TRAINING), scaling_table(read_scaling(folder))
+    tables = (
+        linear_table(read_linear(folder)),
+        training(folder / TRAINING, folder / MEASURED_AGAIN),
+        scaling_table(read_scaling(folder)),
+    )
     return "\n".join(text for text in tables if text)
 
 

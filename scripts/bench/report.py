@@ -288,19 +288,19 @@ def pass_rows(rows: pd.DataFrame) -> Any:
     return rows[rows["mode"].isin(PASSES) & (rows.op != "")]
 
 
-def pass_table(rows: Any, names: dict[str, Any]) -> list[str]:
-    """Render a table with a row for each name, and a column for each pass and workload."""
-    measured = set(zip(*(rows[rows.p50.notna()][name] for name in ("mode", "workload")), strict=True))
-    columns = [(p, w) for p in PASSES for w in ordered(rows.workload) if (p, w) in measured]
-    first = {p: next((w for q, w in columns if q == p), "") for p in PASSES}
-    head = [f"{PASS_NAMES[p]}: {w}" if w == first[p] else w for p, w in columns]
+def pass_tables(rows: Any, names: dict[str, Any]) -> list[str]:
+    """Render a table for each pass, with a row for each name and a column for each workload."""
     lines = []
-    for name, select in names.items():
-        part = rows[select]
-        cells = [cell(part[(part["mode"] == p) & (part.workload == w)]) for p, w in columns]
-        if any(cells):
-            lines.append([name, *cells])
-    return table(["", *head], lines)
+    for mode in PASSES:
+        of = rows[rows["mode"] == mode]
+        works, found = ordered(of.workload[of.p50.notna()]), []
+        for name, select in names.items():
+            part = of[select[of.index]]
+            cells = [cell(part[part.workload == work]) for work in works]
+            if any(cells):
+                found.append([name, *cells])
+        lines += table([PASS_NAMES[mode], *works], found) if works else []
+    return lines
 
 
 def passes(rows: pd.DataFrame) -> list[str]:
@@ -328,7 +328,7 @@ def passes(rows: pd.DataFrame) -> list[str]:
             for peer in ordered(part.peer):
                 label = f"{peer}, ω by head" if omega == "per-head" else peer
                 names[f"**{label}**" if peer == OURS else label] = (part.omega == omega) & (part.peer == peer)
-        lines += [f"**{op}**", "", *pass_table(part, names)]
+        lines += [f"**{op}**", "", *pass_tables(part, names)]
     return lines
 
 
@@ -342,7 +342,7 @@ def variants(rows: pd.DataFrame) -> list[str]:
         lines += [
             f"**{op}** with other arguments. The backward pass of an activation reads x again.",
             "",
-            *pass_table(mine, names),
+            *pass_tables(mine, names),
         ]
     return lines
 

@@ -10,16 +10,33 @@ import pandas as pd
 from ..common.markdown import table
 from ..common.provenance import name_commits
 
-HOW = (
-    "Values are medians of interleaved steps in bfloat16. In steps marked (host), the CPU spends at least 90% of the "
-    "time launching kernels"
-)
+KEY = ["model", "mode", "encoding"]
 
 
-def read(file: Path) -> pd.DataFrame:
-    """Read the latest row of each model, mode and encoding."""
-    rows = pd.read_csv(file, dtype={"commit": str}).drop_duplicates(["model", "mode", "encoding"], keep="last")
+def read(file: Path, newer: Path | None = None) -> pd.DataFrame:
+    """Read the latest row of each model, mode and encoding. Rows measured again in ``newer`` replace those in ``file``.
+
+    Rows are only replaced if they were measured on the same GPU.
+    """
+    rows = pd.read_csv(file, dtype={"commit": str}).drop_duplicates(KEY, keep="last")
+    if newer is not None and newer.exists():
+        rows = rows.set_index([*KEY, "gpu"])
+        rows.update(read(newer).set_index([*KEY, "gpu"]))
+        rows = rows.reset_index()
     return rows.fillna({"commit": "unknown"})
+
+
+def how(rows: pd.DataFrame) -> str:
+    """Return sentences that explain the values and marks in a table's cells."""
+    counts = rows.rounds[rows.encoding != rows.baseline]
+    rounds = " to ".join(dict.fromkeys(f"{count:.0f}" for count in (counts.min(), counts.max())))
+    usual, *others = map(card, rows.gpu.value_counts().index)
+    cards = f"Steps marked {' or '.join(others)} ran on that GPU, and all others on an {usual}. " * bool(others)
+    return (
+        f"Values are medians over {rounds} rounds in bfloat16. Each round runs one step of each model. ± is half the "
+        "range from the 20th to the 80th percentile, so it shows how much single rounds differ. In steps marked "
+        f"(host), the CPU spends at least 90% of the time launching kernels. {cards}"
+    )
 
 
 def where(rows: pd.DataFrame) -> str:
@@ -27,8 +44,25 @@ def where(rows: pd.DataFrame) -> str:
     return f"Measured on {gpu}, {versions}, {name_commits(rows['commit'])}"
 
 
-def host(row: Any) -> str:
-    return " (host)" if row.host_ms > 0.9 * row.ms_p50 else ""
+def card(gpu: str) -> str:
+    """Return the short name of a GPU, such as H100 for NVIDIA H100 80GB HBM3."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
+
+
+def marks(row: Any, rows: pd.DataFrame) -> str:
+    """Mark steps that wait for the CPU, and steps on a GPU that most rows don't use."""
+    found = ["host"] * bool(row.host_ms > 0.9 * row.ms_p50)
+    found += [card(row.gpu)] * bool(row.gpu != rows.gpu.value_counts().index[0])
+    return f" ({', '.join(found)})" if found else ""
+
+
+def change(median: float, low: float, high: float) -> str:
+    """Return the change in percent, from ratios to the baseline, with half the range of its middle rounds."""
+    return f"{100 * median - 100:+.1f} ± {50 * abs(high - low):.1f}%"
+
+
+def time_and_memory(row: Any) -> str:
+    return f"{change(row.ratio_p50, row.ratio_p20, row.ratio_p80)}, {100 * row.memory_ratio - 100:+.1f}%"
 
 
 def batches(rows: pd.DataFrame) -> str:
@@ -40,11 +74,11 @@ def batches(rows: pd.DataFrame) -> str:
     return f"A batch has {listed}, {counted}. " if found else ""
 
 
-def training(file: Path) -> str:
+def training(file: Path, newer: Path | None = None) -> str:
     """Render a table with a row for each encoding, and a column for each model and mode."""
     if not file.exists():
         return ""
-    rows = read(file)
+    rows = read(file, newer)
     timm = (
         "timm-axial and timm-mixed are compared with timm-none, which is timm's RoPE-ViT without RoPE. timm-none is "
         "compared with timm's plain ViT. In the video layer, timm-axial is compared with the layer without positions. "
@@ -54,7 +88,7 @@ def training(file: Path) -> str:
     again *= bool(rows.encoding.str.endswith("-again").any())
     lines = [
         "**Training steps.** The table lists the overhead in time and in peak memory, compared with the same model "
-        f"without position encoding. {timm}{again}{batches(rows)}{HOW}. {where(rows)}.",
+        f"without position encoding. {timm}{again}{batches(rows)}{how(rows)}{where(rows)}.",
         "",
     ]
     columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))
@@ -63,11 +97,7 @@ def training(file: Path) -> str:
         cells = []
         for model, mode in columns:
             cell = rows[(rows.model == model) & (rows["mode"] == mode) & (rows.encoding == name)]
-            text = [
-                f"{100 * r.ratio_p50 - 100:+.1f}%, {100 * r.memory_ratio - 100:+.1f}%{host(r)}"
-                for r in cell.itertuples()
-            ]
-            cells.append(text[0] if text else "")
+            cells.append("".join(f"{time_and_memory(r)}{marks(r, rows)}" for r in cell.itertuples()))
         found.append([f"**{name}**" if not name.startswith("timm") else name, *cells])
     return "\n".join(lines + table(["", *(f"{model}, {mode}" for model, mode in columns)], found))
 
@@ -85,7 +115,7 @@ def backbones(file: Path) -> str:
     lines = [
         "**Training steps of this project's backbones**, on random data. The table lists millions of patches per "
         "second and peak memory. The changes relative to the same model without position encoding "
-        f"(none) are in brackets. {fused}{batches(rows)}{HOW}. To repeat the measurements, run "
+        f"(none) are in brackets. {fused}{batches(rows)}{how(rows)}To repeat the measurements, run "
         "`lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv`. "
         f"{where(rows)}.",
         "",
@@ -96,7 +126,7 @@ def backbones(file: Path) -> str:
         cells = []
         for mode in modes:
             cell = rows[(rows.model == model) & (rows["mode"] == mode) & (rows.encoding == name)]
-            cells.append("".join(speed_and_memory(r) for r in cell.itertuples()))
+            cells.append("".join(f"{speed_and_memory(r)}{marks(r, rows)}" for r in cell.itertuples()))
         found.append([f"{model}, {name}", *cells])
     return "\n".join(lines + table(["", *modes], found))
 
@@ -109,7 +139,7 @@ def adapted(file: Path) -> str:
     lines = [
         "**Models from other libraries** have their published width, a few layers and bfloat16 weights. The table "
         "lists the original model's time per step, in milliseconds. The changes in time and memory with "
-        f"`adapt_rotary` are in brackets. {batches(rows)}{HOW}. "
+        f"`adapt_rotary` are in brackets. {batches(rows)}{how(rows)}"
         f"To repeat the measurements, run `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. "
         f"{where(rows)}.",
         "",
@@ -124,8 +154,7 @@ def adapted(file: Path) -> str:
                 cells.append("")
                 continue
             stock, ours = part.loc["stock"], part.loc["adapted"]
-            more = f"{100 * ours.ratio_p50 - 100:+.1f}%, {100 * ours.memory_ratio - 100:+.1f}%"
-            cells.append(f"{stock.ms_p50:.1f} ms ({more}){host(ours)}")
+            cells.append(f"{stock.ms_p50:.1f} ms ({time_and_memory(ours)}){marks(ours, rows)}")
         found.append([model, *cells])
     return "\n".join(lines + table(["", *modes], found))
 
@@ -133,5 +162,6 @@ def adapted(file: Path) -> str:
 def speed_and_memory(row: Any) -> str:
     faster, more = "", ""
     if row.encoding != row.baseline:
-        faster, more = f" ({100 / row.ratio_p50 - 100:+.1f}%)", f" ({100 * row.memory_ratio - 100:+.1f}%)"
-    return f"{row.tokens / row.ms_p50 / 1000:.2f} M/s{faster}, {row.peak_gib:.2f} GiB{more}{host(row)}"
+        faster = f" ({change(1 / row.ratio_p50, 1 / row.ratio_p20, 1 / row.ratio_p80)})"
+        more = f" ({100 * row.memory_ratio - 100:+.1f}%)"
+    return f"{row.tokens / row.ms_p50 / 1000:.2f} M/s{faster}, {row.peak_gib:.2f} GiB{more}"

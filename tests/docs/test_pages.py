@@ -161,7 +161,9 @@ def column(page, name):
 
 def test_readme_shows_measured_training_steps():
     """Both front pages show compiled steps, in which the CPU is not the bottleneck."""
-    measured = column("training-steps.md", "vit_b, compiled")
+    measured = {
+        name: re.sub(r" ± [\d.]+", "", cell) for name, cell in column("training-steps.md", "vit_b, compiled").items()
+    }
     text = README.read_text(encoding="utf-8")
     shown = {name: others for name, *others in map(cells, text.splitlines()) if name in STEPS}
     assert shown == {
@@ -222,8 +224,11 @@ def test_code_fits_on_the_page():
 def test_recommendation_matches_results():
     """Both pages give the same advice, and the image comparison supports it."""
     advice = "In linear attention, use rotation with relu, or cosine with silu"
+    mixed = "no better at the training size"  # at some other sizes, they are better
     for path in (README, DOCS / "which-encoding.md"):
-        assert advice in " ".join(path.read_text(encoding="utf-8").split())
+        found = " ".join(path.read_text(encoding="utf-8").split())
+        assert advice in found
+        assert mixed in found
     text = (PAGES / "ablate-image.md").read_text(encoding="utf-8")
     extrapolated, rescaled = text.split("Difference from ")[0].split("Rescaled positions")
     rows = [

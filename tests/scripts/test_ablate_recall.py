@@ -174,7 +174,7 @@ def test_lines_of_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for results in (RESULTS, many, RESULTS[RESULTS.seed == 0]):
         report_recall.plot_recall(results, CONFIG, tmp_path / "frames.png")
     figure = figures[0]
-    assert [axis.get_title() for axis in figure.axes] == ["questions by key", "questions by place"]
+    assert [axis.get_title() for axis in figure.axes] == ["Key lookups", "Place lookups"]
     texts = [label.get_text() for label in figure.axes[0].texts]
     assert texts == [*(", ".join(line) for line in every), "chance"]
     seeds, line, *_ = figure.axes[0].lines

@@ -74,6 +74,25 @@ def test_last_row_of_a_measurement_counts(tmp_path):
     assert "0.50 (" not in text
 
 
+def test_report_names_work_that_is_not_timed(tmp_path):
+    rows = [make_row("causal", "none", "forward", impl, 0.5) for impl in ("fla", "SanaWM", "SanaWM, compiled", "bla")]
+    for row, note in zip(rows, ("features", "angles", "angles", "features"), strict=True):
+        row["note"] = f"{note} formed beforehand; relative error 0.1"
+    pd.DataFrame(rows, columns=linear_measure.COLUMNS).to_csv(tmp_path / linear_report.LINEAR, index=False)
+    text = linear_report.section(tmp_path)
+    assert "The times of fla and bla exclude the activation. The times of SanaWM exclude the angles." in text
+
+
+def test_steps_measured_again_replace_older_ones():
+    """The front pages and both pages of results show the same cost of a model."""
+    pages = {
+        name: (report.PAGES / name).read_text(encoding="utf-8") for name in ("training-steps.md", "linear-attention.md")
+    }
+    rows = [next(line for line in text.splitlines() if line.startswith("| **axial**")) for text in pages.values()]
+    first, second = (row.split(" | ")[1] for row in rows)
+    assert first == second
+
+
 def test_report_without_measurements_is_empty(tmp_path):
     assert linear_report.section(tmp_path) == ""
     assert linear_report.plots(tmp_path) == []

@@ -306,7 +306,8 @@ def test_report_of_the_backbones(tmp_path: Path):
     file = tmp_path / "backbones.csv"
     assert report.backbones(file) == ""
     one = {"model": "dit", "baseline": "none", "batch": 64, "tokens": 16384}
-    one |= {"gpu": "G", "versions": "torch 2", "commit": "00123"}
+    one |= {"gpu": "NVIDIA G 80GB", "versions": "torch 2", "commit": "00123", "rounds": 9}
+    one |= {"ratio_p20": 1, "ratio_p80": 1}
     names = ("mode", "encoding", "ms_p50", "ratio_p50", "peak_gib", "memory_ratio", "host_ms")
     rows = [
         ("eager", "none", 20.0, 1, 2, 1, 19),
@@ -316,14 +317,43 @@ def test_report_of_the_backbones(tmp_path: Path):
     ]
     pd.DataFrame([{**one, **dict(zip(names, row, strict=True))} for row in rows]).to_csv(file, index=False)
     lines = report.backbones(file).splitlines()
-    assert lines[0].endswith("G, torch 2, commit 00123.")
+    assert lines[0].endswith("NVIDIA G 80GB, torch 2, commit 00123.")
     assert "A batch has 64 × 256 tokens (dit)" in lines[0]
     assert lines[2:] == [
         "|  | eager | compiled |",
         "| --- | ---: | ---: |",
         "| dit, none | 0.82 M/s, 2.00 GiB (host) |  |",
-        "| dit, rotate | 1.02 M/s (+25.0%), 2.20 GiB (+10.0%) | 1.64 M/s (-20.0%), 1.50 GiB (-10.0%) |",
+        "| dit, rotate | 1.02 M/s (+25.0 ± 0.0%), 2.20 GiB (+10.0%) | 1.64 M/s (-20.0 ± 0.0%), 1.50 GiB (-10.0%) |",
     ]
+
+
+def test_report_shows_the_spread_and_the_gpu_of_each_cell(tmp_path: Path):
+    file, newer = tmp_path / "linear-training.csv", tmp_path / "training.csv"
+    one = {"model": "vit_b", "mode": "eager", "baseline": "none", "batch": 1, "tokens": 4, "versions": "torch 2"}
+    names = ("encoding", "gpu", "ratio_p20", "ratio_p50", "ratio_p80", "rounds", "commit")
+    usual, other = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+
+    def write(path: Path, *rows: tuple[Any, ...]) -> None:
+        rest = {**one, "ms_p50": 10, "host_ms": 1, "memory_ratio": 1.1}
+        pd.DataFrame([{**rest, **dict(zip(names, row, strict=True))} for row in rows]).to_csv(path, index=False)
+
+    write(
+        file,
+        ("none", usual, 1, 1, 1, 99, "old"),
+        ("axial", usual, 1.02, 1.03, 1.04, 30, "old"),
+        ("mixed", other, 0.9, 1.04, 1.2, 5, "old"),
+    )
+    text = report.training(file)
+    assert "| **axial** | +3.0 ± 1.0%, +10.0% |" in text
+    assert "| **mixed** | +4.0 ± 15.0%, +10.0% (H200) |" in text
+    assert "over 5 to 30 rounds" in text
+    assert "Steps marked H200 ran on that GPU, and all others on an H100." in text
+
+    write(newer, ("axial", usual, 1.01, 1.02, 1.03, 240, "new"), ("mixed", usual, 1, 2, 3, 240, "new"))
+    text = report.training(file, newer)
+    assert "| **axial** | +2.0 ± 1.0%, +10.0% |" in text
+    assert "| **mixed** | +4.0 ± 15.0%, +10.0% (H200) |" in text, "measured on another GPU"
+    assert "commits old and new" in text
 
 
 @pytest.mark.parametrize(
