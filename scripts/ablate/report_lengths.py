@@ -97,10 +97,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += _differences(whole, baseline, lengths)
-    lines += [
-        f"Measured on {describe_environments(config['environments'])};"
-        f" each run took {seconds.min():.0f} to {seconds.max():.0f} s."
-    ]
+    took = f"; each run took {seconds.min():.0f} to {seconds.max():.0f} s" if seconds.notna().any() else ""
+    lines += [f"Measured on {describe_environments(config['environments'])}{took}."]
     return "\n".join(lines) + "\n"
 
 

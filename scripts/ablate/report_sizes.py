@@ -21,7 +21,7 @@ RISE = "largest rise in loss"
 # Columns of results.csv that may be empty.
 SOURCES = {
     "final loss": "loss", RISE: "loss_rise", "ms per step": "step_ms", "million tokens per second": "step_ms",
-    "peak memory, GiB": "peak_mib",
+    "peak memory, GiB": "peak_mib", "s per training": "train_seconds",
 }  # fmt: skip
 POSITIONS = {"extrapolated": "are one unit apart, as in training", "rescaled": "are mapped onto the training grid"}
 
@@ -134,7 +134,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
         cells = {
             "parameters": f"{row.params:,.0f}", "final loss": cell(row.loss, ".3f"), RISE: cell(row.loss_rise, ".3f"),
             "ms per step": cell(row.step_ms, ".1f"), "million tokens per second": speed(row.tokens / row.step_ms / 1e3),
-            "peak memory, GiB": cell(row.peak_mib / 1024, ".2f"), "s per training": f"{row.train_seconds:.0f}",
+            "peak memory, GiB": cell(row.peak_mib / 1024, ".2f"), "s per training": cell(row.train_seconds, ".0f"),
         }  # fmt: skip
         if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # runs with a time budget
             of = groups.get_group(key)

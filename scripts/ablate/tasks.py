@@ -457,6 +457,8 @@ def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
     for file in files:
         run = read_json(file)
         same = {key: run[key] for key in COLUMNS} | {key: run[key] for key in ("test_bytes",) if key in run}
+        if run.get("train_steps_timed", run["steps"]) != run["steps"]:  # only part of a resumed run was timed
+            same["train_seconds"] = None
         for name, values in run["values"].items():
             rows += [{**same, series: name, "size": size, "value": v} for size, v in values.items()]
     return pd.DataFrame(rows)

@@ -199,7 +199,8 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], exten
         if differ:
             text = "; ".join(differ)
             raise typer.BadParameter(
-                f"--out {out} contains runs with different settings ({text}); choose another folder"
+                f"--out {out} contains runs with different settings ({text}); pass the settings in the folder, "
+                "or choose another folder"
             )
     elif out.exists() and any(file.suffix != ".part" for file in out.iterdir()):
         raise typer.BadParameter(f"--out {out} is not empty and has no config.json; choose an empty or new folder")

@@ -25,8 +25,11 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.number = number
+        super().__init__(message, number)  # pickling passes both again
+        self.message, self.number = message, number
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Interruption:

@@ -133,6 +133,7 @@ class Trainer:
         self.last = None if config.seconds else config.steps  # last step, or None if it is not known yet
         self.turn = FileLock(config.turn) if config.turn and config.seconds and accelerator.is_main_process else None
         self.counted: tuple[int, float] | None = None  # step and time from which --seconds counts
+        self.counted_before: float | None = None  # seconds that earlier processes counted up to the checkpoint
         self.looked = self.counted  # step and time of the last time check
         self.look_at = -1  # step of the next time check
         self.waited = 0.0  # seconds spent waiting for the turn
@@ -265,10 +266,15 @@ class Trainer:
     def _plan(self, done: int) -> None:
         """Compute the last step that fits into ``config.seconds``, and stretch the schedule to that step.
 
-        ``done`` is the number of steps that this process has run. A resumed process keeps the plan in the checkpoint.
+        ``done`` is the number of steps that this process has run. A resumed process keeps the plan in the checkpoint,
+        and only leaves its first step uncounted.
         """
-        if done == STARTING and self.last is None:
-            self.counted = self.looked = self.step, self._now()
+        if self.counted is None and done == (STARTING if self.last is None else 1):
+            now = self._now()
+            self.counted = self.step, now - (self.counted_before or 0.0)
+            if self.last is not None:
+                return
+            self.looked = self.step, now
             self.look_at = self.step + EVERY
             return
         if self.counted is None or self.looked is None or self.step != self.look_at:
@@ -302,8 +308,8 @@ class Trainer:
             self.turn.release()
 
     def counted_seconds(self) -> float | None:
-        """Return how much of ``config.seconds`` this process has used, or None if nothing has been counted."""
-        return None if self.counted is None else self._now() - self.counted[1]
+        """Return how much of ``config.seconds`` has been used, or None if nothing has been counted."""
+        return self.counted_before if self.counted is None else self._now() - self.counted[1]
 
     def _advance(self, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
         config, accelerator = self.config, self.accelerator
@@ -386,6 +392,7 @@ class Trainer:
             "settings": self.settings,
             "step": self.step,
             "last": self.last,
+            "counted": self.counted_seconds(),
             "losses": (self._total(), self.since),
             "history": self.history,
             "model": get_model_state_dict(self.raw, options=WHOLE),
@@ -501,7 +508,7 @@ class Trainer:
             set_model_state_dict(self.average.module, state["average"], options=WHOLE)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.step, self.history = state["step"], state["history"]
+        self.step, self.history, self.counted_before = state["step"], state["history"], state.get("counted")
         if state["last"] is not None and self.config.seconds:
             self._end_at(state["last"])
         total, self.since = state["losses"]

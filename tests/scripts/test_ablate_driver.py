@@ -179,6 +179,21 @@ def frame(values: dict[tuple[str, str], list[float]], positions: str = "extrapol
     return pd.DataFrame(rows)
 
 
+def test_times_of_resumed_runs_are_left_out(tmp_path: Path):
+    """A resumed run only times its last process."""
+    common = dict.fromkeys(ablate_tasks.COLUMNS, 1) | {"encoding": "rotate", "attention": "softmax", "steps": 9}
+    files = [tmp_path / f"{timed}.json" for timed in (9, 2)]
+    for file, timed in zip(files, (9, 2), strict=True):
+        run = {**common, "train_steps_timed": timed, "seed": timed, "train_seconds": timed / 3}
+        file.write_text(json.dumps({**run, "values": {"extrapolated": {"8x8": 50.0}}}))
+    found = ablate_tasks.collect(files)
+    assert found.train_seconds[0] == 3
+    assert np.isnan(found.train_seconds[1])
+    text = "\n".join(report_sizes.summarize_trainings(found, [("rotate", "softmax")]))
+    assert "| s per training | steps | seconds counted |" in text
+    assert "| 3 | 9 | 1.0 to 1.0 |" in text
+
+
 def test_differences_are_paired_over_the_seeds():
     generator = np.random.default_rng(0)
     a, b = generator.normal(80, 5, 5), generator.normal(1, 0.2, 5)

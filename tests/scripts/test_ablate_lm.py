@@ -92,6 +92,9 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
     here = {"gpu": "A GPU", "cpu": "", "torch": "2.11", "commit": "0123456789abcdef"}
     config = {"settings": {"task": "lm", "seeds": 2, "training": training}, "environments": [here]}
     lines = report_lengths.markdown(pd.DataFrame(rows), config, "rotate").splitlines()
+    untimed = report_lengths.markdown(pd.DataFrame(rows).assign(train_seconds=None), config, "rotate")
+    assert "each run took 30 to 30 s." in lines[-1]
+    assert "each run took" not in untimed
     assert "Each length is evaluated on the same 1,024 bytes." in lines[0]
     assert "Lengths without results, because they are too long for the held-out text: 2,048, 4,096, 8,192." in lines[0]
     assert "trained for 2,000 steps, at batch size 64 and learning rate 0.001, in bf16." in lines[0]

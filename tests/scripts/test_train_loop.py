@@ -122,7 +122,22 @@ def test_checkpoint_stores_the_plan(tmp_path, clock):
     with pytest.raises(Killed):
         toy_train(config, partial(toy_batch, kill_at=31, counter=[]))
     clock[0] += 100  # time between runs does not count
-    same(whole, toy_train(config))
+    resumed = toy_train(config)
+    same(whole, resumed)
+    assert resumed.counted_seconds() == pytest.approx(10, abs=0.25)  # its first step is not counted
+
+
+@pytest.mark.parametrize("kill", [14, 24])
+def test_interrupted_run_keeps_its_time_budget(tmp_path, clock, kill):
+    """Time before the interruption counts, even if there was no plan yet."""
+    config = Training(out=tmp_path, **{**TOY, "seconds": 100.0, "accumulate": 1})
+    with pytest.raises(Killed):
+        toy_train(config, partial(toy_batch, kill_at=kill, counter=[]))
+    before = torch.load(config.out / "checkpoint.pt")["counted"]
+    assert before == pytest.approx((kill - loop.STARTING) / 4)
+    resumed = toy_train(config)
+    assert resumed.counted_seconds() == pytest.approx(100)
+    assert resumed.step == 2 * loop.STARTING + 400
 
 
 def is_taken(turn: Path) -> bool:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -299,6 +300,8 @@ def test_interrupted_run_saves_and_resumes(tmp_path, number):
     with pytest.raises(Interrupted, match=r"at step 3; the checkpoint is saved") as stopped:
         toy_train(config, interrupted)
     assert stopped.value.number == number
+    copied = pickle.loads(pickle.dumps(stopped.value))  # as from a worker of `ablate run`
+    assert (str(copied), copied.number) == (str(stopped.value), number)
     assert signal.getsignal(number) == before
     assert torch.load(config.out / "checkpoint.pt")["step"] == 3
     same(toy_train(config), whole)
