@@ -151,9 +151,15 @@ def load_labelled(
     else:
         held_out = hold_out([p.relative_to(root).as_posix() for p, _ in found], parts, fold)
     if held_out.all() or not held_out.any():
+        files = [p.relative_to(root).as_posix() for p, _ in found]
+        usable = (
+            [i for i in range(parts) if 0 < hold_out(files, parts, i).sum() < len(files)] if len(roots) == 1 else []
+        )
+        folds = f"one of the folds {', '.join(map(str, usable))} as --fold" if len(usable) > 1 else ""
+        folds = f"--fold {usable[0]}" if len(usable) == 1 else folds
         raise VideoError(
-            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose another --parts "
-            "or --fold, or use train/CLASS and val/CLASS"
+            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose "
+            f"{folds + ' or ' if folds else ''}another --parts, or use train/CLASS and val/CLASS"
         )
     trained = {name for name, is_test in zip(classes, held_out, strict=True) if not is_test}
     if len(roots) == 2 and (unseen := set(classes) - trained):
