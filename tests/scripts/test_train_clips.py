@@ -145,7 +145,7 @@ def test_an_empty_fold_names_the_folds_with_videos(tmp_path):
     names = [p.relative_to(data).as_posix() for p in data.glob("*/*.mp4")]
     usable = [fold for fold in range(9) if hold_out(names, 9, fold).any()]
     empty = next(fold for fold in range(9) if fold not in usable)
-    expected = f"choose one of the folds {', '.join(map(str, usable))} as --fold or another --parts"
+    expected = f"choose --fold {' or '.join(map(str, usable))}, or another --parts"
     with pytest.raises(VideoError, match=expected):
         load_labelled([data], 8, parts=9, fold=empty)
 
