@@ -539,7 +539,8 @@ def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Map
     if wrong:
         wanted, got = (", ".join(f"{name}={sizes[name]}" for name in sorted(wrong)) for sizes in (expected, found))
         raise ValueError(
-            f"state_dict: expected weights of a model with {wanted}, got {got}; create both models with the same arguments"
+            f"state_dict: expected weights of a model with {wanted}, got {got}; create both models with the same "
+            "arguments"
         )
     for name in own:
         if name in inflated and not name.startswith("head.") and inflated[name].shape != own[name].shape:

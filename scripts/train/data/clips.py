@@ -159,9 +159,10 @@ def load_labelled(
     else:
         held_out = hold_out(files, parts, fold)
     if held_out.all() or not held_out.any():
+        folds = _describe_folds(files, parts) if len(roots) == 1 else ""
         raise VideoError(
-            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose "
-            f"{_describe_folds(files, parts) if len(roots) == 1 else ''}another --parts, or use train/CLASS and val/CLASS"
+            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose {folds}"
+            "another --parts, or use train/CLASS and val/CLASS"
         )
     trained = {name for name, is_test in zip(classes, held_out, strict=True) if not is_test}
     if len(roots) == 2 and (unseen := set(classes) - trained):
