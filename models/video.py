@@ -33,7 +33,7 @@ from lrpe_md.modules.linear import Memory
 
 from .dit import check_input, patchify
 from .frames import FrameAttention
-from .vit import timm_cfg, with_positions
+from .vit import rename_final_norm, timm_cfg, with_positions
 
 __all__ = ["LrpeVideoTransformer", "TubeletEmbed", "VideoState", "inflate"]
 
@@ -502,7 +502,7 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     over time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the same features as its image, except
     that prefix tokens have less weight among more tokens. A position table is dropped if the model has none.
     Frequencies that are missing from the weights stay as they are in the model. So does the head if the number of
-    classes differs.
+    classes differs. If the model averages tokens, the final norm of a model with a class token follows the average.
 
     A learned table must have the same height and width in both models. If it doesn't, call timm's
     ``image.set_input_size(img_size)`` first, which resamples the table.
@@ -539,7 +539,8 @@ def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Map
     if wrong:
         wanted, got = (", ".join(f"{name}={sizes[name]}" for name in sorted(wrong)) for sizes in (expected, found))
         raise ValueError(
-            f"state_dict: expected weights of a model with {wanted}, got {got}; create both models with the same sizes"
+            f"state_dict: expected weights of a model with {wanted}, got {got}; create both models with the same "
+            "arguments"
         )
     for name in own:
         if name in inflated and not name.startswith("head.") and inflated[name].shape != own[name].shape:
@@ -559,7 +560,11 @@ def _read_sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Infer a model's arguments from the shapes of its weights."""
     kernel = weights.get("patch_embed.proj.weight")
     blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
-    sizes: dict[str, Any] = {"depth": len(blocks)} if blocks else {}
+    sizes: dict[str, Any] = {}
+    if blocks:
+        registers = weights.get("reg_token")
+        sizes |= {"depth": len(blocks), "class_token": "cls_token" in weights}
+        sizes |= {"reg_tokens": 0 if registers is None else registers.shape[1]}
     if kernel is not None and kernel.ndim == 5:
         embed_dim, in_chans, tubelet_size, *patch_size = kernel.shape
         sizes |= {"embed_dim": embed_dim, "in_chans": in_chans, "patch_size": tuple(patch_size)}
@@ -570,7 +575,7 @@ def _read_sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
 def inflate_unchecked(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Run :func:`inflate` without checking sizes, for callers that only pass weights of the right size."""
     video: Any = model
-    state_dict = dict(state_dict)
+    state_dict = rename_final_norm(state_dict, model)
     weight, table = state_dict.get("patch_embed.proj.weight"), state_dict.get("pos_embed")
     image = weight if weight is not None and weight.ndim == 4 else None
     if image is not None:

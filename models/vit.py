@@ -7,11 +7,12 @@ model to this class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg, register_model
+from torch import nn
 
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
 
@@ -25,6 +26,15 @@ def with_positions(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Add encoding="rotate" to a model's arguments if no other argument specifies positions."""
     silent = "encoding" not in kwargs and kwargs.get("absolute", "none") == "none"
     return {**kwargs, "encoding": "rotate"} if silent else kwargs
+
+
+def rename_final_norm(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Rename the final norm for a model that averages tokens, in which it comes after the average."""
+    renamed, own = dict(state_dict), model.state_dict().keys()
+    for name in ("weight", "bias"):
+        if f"fc_norm.{name}" in own and f"norm.{name}" in renamed:
+            renamed.setdefault(f"fc_norm.{name}", renamed.pop(f"norm.{name}"))
+    return renamed
 
 
 def timm_cfg(**kwargs: Any) -> dict[str, Any]:

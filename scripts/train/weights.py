@@ -28,6 +28,7 @@ from lrpe_md.modules.base import FrequencyModule
 
 from ...models.lm import CausalLm
 from ...models.video import LrpeVideoTransformer, inflate_unchecked
+from ...models.vit import rename_final_norm
 from ..common.folder import save_whole
 from .checkpoint import digest_of, first_sentence, read_checkpoint
 from .data.buckets import show_size
@@ -74,12 +75,12 @@ def start_from(
     found, before = _read(path)
     digest, grid = digest_of(found), _find_trained_grid(before, found)
     is_image = getattr(found.get("patch_embed.proj.weight"), "ndim", 0) == 4
-    own, in_file = model.state_dict(), found.keys()
+    own, in_file = model.state_dict(), {name: tuple(value.shape) for name, value in found.items()}
     trained_pixels = None if before else _find_other_pixels(settings or {}, found)
     if trained_pixels:
         found = _convert_pixels(found, *trained_pixels)
     found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
-    dropped = {"pos_embed"} & in_file - found.keys()
+    dropped = {"pos_embed"} & in_file.keys() - found.keys()
     for name, module in model.named_modules():
         if isinstance(module, FrequencyModule):
             module.upgrade_state_dict(found, f"{name}.")
@@ -87,7 +88,7 @@ def start_from(
     # Skip a head with a different number of rows, because the classes differ.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     wrong = [
-        f"{name} is {tuple(found[name].shape)} in the file and {tuple(own[name].shape)} in the model"
+        f"{name} is {in_file.get(name, tuple(found[name].shape))} in the file and {tuple(own[name].shape)} in the model"
         for name in found.keys() & own.keys() - fits.keys()
         if not name.startswith(("head.", "encoding."))
     ]
@@ -98,10 +99,10 @@ def start_from(
     heads = _find_other_heads(before, _count_heads(model))
     if wrong or heads:
         details = f" ({'; '.join(sorted(wrong)[:3])})" if wrong else ""
-        raise typer.BadParameter(
-            f"--weights {path}: {_advise(before, settings or {}, options, heads)}. The weights are for a different "
-            f"architecture{details}"
-        )
+        advice = _advise(before, settings or {}, options, heads)
+        if not before and all(each.startswith("pos_embed ") for each in wrong) and not heads:
+            advice = "pass the --size that it was trained at, or an --encoding other than learned"
+        raise typer.BadParameter(f"--weights {path}: {advice}. The weights are for a different architecture{details}")
     model.load_state_dict(fits, strict=False)
     if PartialState().is_main_process:
         new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys() | dropped))
@@ -340,14 +341,15 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
         found.pop("pos_embed", None)
     elif table is not None and model.num_prefix_tokens == 0:
         found["pos_embed"] = table[:, _count_prefix_rows(found) :]
-    own = model.state_dict().keys()
-    for name in ("weight", "bias"):  # in a model that averages tokens, the norm comes after the mean
-        if f"fc_norm.{name}" in own and f"norm.{name}" in found:
-            found.setdefault(f"fc_norm.{name}", found.pop(f"norm.{name}"))
+    found = rename_final_norm(found, model)
     fit = inflate_unchecked if isinstance(model, LrpeVideoTransformer) else checkpoint_filter_fn
     filtered = fit(found, model)
     # Remove the entries that the filter took from the model.
-    added = {name for name in own - found.keys() if name.startswith("encoding.") or name.endswith(".decay.logit")}
+    added = {
+        name
+        for name in model.state_dict().keys() - found.keys()
+        if name.startswith("encoding.") or name.endswith(".decay.logit")
+    }
     return {name: value for name, value in filtered.items() if name not in added}
 
 

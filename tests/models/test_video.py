@@ -354,6 +354,8 @@ def test_image_weights_on_a_still_video():
         ({"embed_dim": 48, "depth": 3}, "a model with depth=2, embed_dim=96", "depth=3, embed_dim=48; create both"),
         ({"patch_size": 2}, r"a model with patch_size=\(4, 4\)", r"patch_size=\(2, 2\)"),
         ({"in_chans": 1}, "a model with in_chans=3", "in_chans=1"),
+        ({"reg_tokens": 2}, "a model with reg_tokens=0", "reg_tokens=2; create both models with the same arguments"),
+        ({"class_token": False, "global_pool": "avg"}, "a model with class_token=True", "class_token=False"),
         ({"mlp_ratio": 2.0}, r"blocks\.0\.mlp\.fc1\.weight of shape \(96, 96\)", r"\(192, 96\) after inflating"),
         (
             {"img_size": 16},
@@ -400,6 +402,14 @@ def test_table_of_another_image_size_is_resampled_first():
         inflate(image.state_dict(), model)
     image.set_input_size((8, 8))
     assert model.load_state_dict(inflate(image.state_dict(), model)).missing_keys == []
+
+
+@torch.no_grad()
+def test_image_weights_for_a_model_that_averages_tokens():
+    image, model = LrpeVisionTransformer(**IMAGE), build(global_pool="avg")
+    torch.nn.init.normal_(image.norm.weight)
+    assert not model.load_state_dict(inflate(image.state_dict(), model)).missing_keys
+    assert torch.equal(model.fc_norm.weight, image.norm.weight)
 
 
 @torch.no_grad()

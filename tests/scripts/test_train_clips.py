@@ -11,6 +11,7 @@ import torch
 import typer
 from lrpe_md.scripts.train.data.clips import Sampling, load_labelled
 from lrpe_md.scripts.train.data.records import average_by_class, describe_few
+from lrpe_md.scripts.train.data.streams import hold_out
 from lrpe_md.scripts.train.data.videos import VideoError, decode, find_videos
 from lrpe_md.scripts.train.runs import load_clip, load_frames, load_run
 from lrpe_md.scripts.train.tasks import video as train_video
@@ -85,7 +86,7 @@ def test_unsuitable_folders(folder, tmp_path):
     ):  # fmt: skip
         with pytest.raises(VideoError, match=rf"expected a folder with CLASS/\*\.mp4 and at least two .*, got {got}$"):
             load_labelled(paths, 8, parts=4)
-    with pytest.raises(VideoError, match="videos are held out; add videos, choose another --parts"):
+    with pytest.raises(VideoError, match=r"videos are held out; add videos, choose .*another --parts"):
         load_labelled([folder], 8, parts=1)
     run = ["video", "--data", folder, "--out", tmp_path / "run", "--task", "labels", "--cache", "none"]
     assert "--sampling: unknown 'densee'" in output_of(*run, "--sampling", "densee")
@@ -137,6 +138,16 @@ def test_short_videos_are_counted(folder, tmp_path, capsys):
             "or average runs with --fold 0 to 3"
         )
         assert others == messages
+
+
+def test_an_empty_fold_names_the_folds_with_videos(tmp_path):
+    data = write_classes(tmp_path / "few", ("",), 1)
+    names = [p.relative_to(data).as_posix() for p in data.glob("*/*.mp4")]
+    usable = [fold for fold in range(9) if hold_out(names, 9, fold).any()]
+    empty = next(fold for fold in range(9) if fold not in usable)
+    expected = f"choose --fold {' or '.join(map(str, usable))}, or another --parts"
+    with pytest.raises(VideoError, match=expected):
+        load_labelled([data], 8, parts=9, fold=empty)
 
 
 def test_folds_of_whole_videos(folder, tmp_path):

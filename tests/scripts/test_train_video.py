@@ -603,6 +603,14 @@ def test_a_dropped_position_table_is_announced(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_position_table_of_another_size_names_the_size(tmp_path):
+    options = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 2, "absolute": "learned"}
+    torch.save(LrpeVisionTransformer(img_size=16, **options).state_dict(), tmp_path / "image.pt")
+    message = r"pass the --size that it was trained at.*pos_embed is \(1, 17, 24\) in the file"
+    with pytest.raises(typer.BadParameter, match=message):
+        start_from(LrpeVideoTransformer(img_size=8, tubelet_size=2, **options), tmp_path / "image.pt")
+
+
 def test_image_weights_of_a_run_that_shows_motion(tmp_path, capsys):
     options = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
     video = LrpeVideoTransformer(num_classes=2, tubelet_size=2, **options)

@@ -107,6 +107,13 @@ class LabelledVideos:
         return replace(self, frames=self.frames.to(device))
 
 
+def _describe_folds(files: Sequence[str], parts: int) -> str:
+    """List the folds that have both test and training videos, to be inserted into an error."""
+    counts = [hold_out(files, parts, fold).sum() for fold in range(parts)]
+    folds = [str(fold) for fold, count in enumerate(counts) if 0 < count < len(files)]
+    return f"--fold {' or '.join(folds)}, or " if folds else ""
+
+
 def load_labelled(
     paths: Sequence[Path],
     size: int,
@@ -142,6 +149,7 @@ def load_labelled(
         got = f"{plural(outside, 'video')} outside any class folder" if outside else "no videos"
         got += "" if outside else advise_on_pictures(root)
         raise VideoError(f"--data {root}: {REMEDY}, got {f'one class, {names[0]}' if names else got}")
+    files = [p.relative_to(root).as_posix() for p, _ in found]
     if len(roots) == 2:
         if fold:
             raise VideoError(
@@ -149,11 +157,12 @@ def load_labelled(
             )
         held_out = np.array([part == test for _, part in found])
     else:
-        held_out = hold_out([p.relative_to(root).as_posix() for p, _ in found], parts, fold)
+        held_out = hold_out(files, parts, fold)
     if held_out.all() or not held_out.any():
+        folds = _describe_folds(files, parts) if len(roots) == 1 else ""
         raise VideoError(
-            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose another --parts "
-            "or --fold, or use train/CLASS and val/CLASS"
+            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose {folds}"
+            "another --parts, or use train/CLASS and val/CLASS"
         )
     trained = {name for name, is_test in zip(classes, held_out, strict=True) if not is_test}
     if len(roots) == 2 and (unseen := set(classes) - trained):
