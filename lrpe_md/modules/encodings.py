@@ -442,25 +442,24 @@ class PresetMd(FrequencyModule):
         return super()._encode(xs, positions, inverse, **options)
 
     def _check_rule(self, positions: Any) -> None:
-        """Warn once per shape if a plain grid differs from the scheme's positions; raise if it has other axes."""
+        """Warn once per shape if a plain grid differs from the positions that the scheme defines."""
         checked: set[Any] = self.__dict__.setdefault("_checked_shapes", set())
         if type(positions) is not Grid or positions.shape in checked or not is_plain_grid(positions):
             return
+        if positions.num_axes != self.num_axes:  # an error, which says what to pass
+            return
+        checked.add(positions.shape)
         try:
             own = self.preset.positions(positions.shape)
         except (TypeError, ValueError):  # the scheme has no rule for this shape
-            checked.add(positions.shape)
             return
         if not (type(own) is Grid and own.shape == positions.shape and is_plain_grid(own)):
             prefix = f"{positions.prefix}, " if positions.prefix else ""
-            message = (
+            warnings.warn(
                 f"positions: expected positions from {self.preset.name!r}, which has its own rule, got a plain Grid; "
-                f"pass module.positions({prefix}{positions.shape})"
+                f"pass module.positions({prefix}{positions.shape})",
+                stacklevel=6,
             )
-            if own.num_axes != positions.num_axes:
-                raise ValueError(message)
-            warnings.warn(message, stacklevel=6)
-        checked.add(positions.shape)
 
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
         """Return the positions of a sequence, on the module's device.
