@@ -140,6 +140,24 @@ def _check_positions(positions: Any) -> Any:
     )
 
 
+def _call_positions(where: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function that returns the positions. Explain the error if it does not accept the model's arguments."""
+    if torch.compiler.is_compiling():
+        return where(*args, **kwargs)
+    try:
+        return where(*args, **kwargs)
+    except TypeError as error:
+        try:
+            inspect.signature(where).bind(*args, **kwargs)
+        except TypeError as mismatch:
+            raise TypeError(
+                f"positions: expected a function that takes the arguments of the model's forward, got {mismatch}"
+            ) from error
+        except ValueError:  # a builtin without a signature
+            pass
+        raise
+
+
 def _current_task() -> int:
     """Return the id of the running backward, or -1."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
@@ -197,7 +215,7 @@ class _ModelForward(_Forward):
             output = self.run(*args, **kwargs)
         else:
             before, where = (local.running, local.current), own.positions
-            where = None if where is None else _check_positions(where(*args, **kwargs))
+            where = None if where is None else _check_positions(_call_positions(where, *args, **kwargs))
             local.running = local.current = _Entry(where, _current_task())
             try:
                 with _travel_with_saved_tensors(local):

@@ -506,11 +506,12 @@ class FrequencyModule(nn.Module):
             else:
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
+                own_rule = hasattr(self, "positions")
                 can_choose = "num_axes" in inspect.signature(type(self)).parameters
                 advice = f"; for positions on {count_axes(found)}, pass num_axes={found}" if can_choose else ""
                 raise ValueError(
                     f"positions: expected the module's num_axes, {self.num_axes}, got {count_axes(found)}"
-                    + (remedy(xs[0], where) or advice)
+                    + ("; pass module.positions(..)" if own_rule else remedy(xs[0], where) or advice)
                 ) from None
 
     def describe(self) -> Description:

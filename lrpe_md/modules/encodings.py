@@ -446,6 +446,8 @@ class PresetMd(FrequencyModule):
         checked: set[Any] = self.__dict__.setdefault("_checked_shapes", set())
         if type(positions) is not Grid or positions.shape in checked or not is_plain_grid(positions):
             return
+        if positions.num_axes != self.num_axes:  # an error, which says what to pass
+            return
         checked.add(positions.shape)
         try:
             own = self.preset.positions(positions.shape)

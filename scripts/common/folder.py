@@ -42,7 +42,10 @@ def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        mode = part.stat().st_mode
         save(part)
+        part.chmod(mode)  # safetensors writes files that only their owner can read
         os.replace(part, path)
     except OSError as error:
         raise SaveError(f"{path} can't be written ({error})") from error

@@ -746,6 +746,12 @@ def test_positions_that_are_not_known():
     model = invalid(positions=lambda x, t, y: (4, 6))
     with pytest.raises(TypeError, match="positions: expected a Grid, Coordinates, a tensor"):
         model(*inputs)
+    model = invalid(positions=lambda x: Grid((4, 6)))
+    with pytest.raises(TypeError, match="positions: expected a function that takes the arguments"):
+        model(*inputs)
+    model = invalid(positions=lambda x, t, y: len(3))
+    with pytest.raises(TypeError, match=r"has no len\(\)"):  # the function's own error
+        model(*inputs)
     model = invalid()
     model(*inputs).sum().backward()
     hidden, condition = model.embed(*inputs)

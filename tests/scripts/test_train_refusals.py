@@ -22,7 +22,7 @@ import torch
 import typer
 from generative_data import write_captions as write_tiles
 from lrpe_md.scripts.ablate.tasks import TASKS
-from lrpe_md.scripts.common.folder import claim
+from lrpe_md.scripts.common.folder import claim, save_whole
 from lrpe_md.scripts.train import loop, samples
 from lrpe_md.scripts.train.checkpoint import digest_of
 from lrpe_md.scripts.train.data import images as image_data
@@ -398,3 +398,10 @@ def test_valid_files_train(tmp_path):
     small = ["--batch", "8", "--steps", "1", "--warmup", "0", "--size", "8", "--test-sizes", "", "--patch", "4"]
     small += ["--dim", "24", "--depth", "1", "--heads", "2", "--device", "cpu"]
     assert invoke("image", "--data", str(data), "--out", str(tmp_path / "run"), *small).exit_code == 0
+
+
+def test_saved_files_have_the_usual_permissions(tmp_path):
+    """Libraries such as safetensors write files that only their owner can read."""
+    (tmp_path / "usual").touch()
+    save_whole(tmp_path / "saved", lambda part: (part.write_text("x"), part.chmod(0o600)))
+    assert (tmp_path / "saved").stat().st_mode == (tmp_path / "usual").stat().st_mode

@@ -316,3 +316,13 @@ def test_a_plain_grid_is_not_taken_for_the_positions_of_a_scheme(name, shape, wa
     recwarn.clear()
     module(q, positions=Grid(shape, scale=0.5))
     assert not recwarn
+
+
+def test_a_plain_grid_with_other_axes_names_the_positions_to_pass(recwarn):
+    module = PresetMd("flux1", head_dim=64)
+    q = torch.randn(1, 2, 24, 64)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"num_axes, 3, got 2 axes; pass module\.positions\(\.\.\)"):
+            module(q, positions=Grid((4, 6)))
+    assert not recwarn
+    module(q, positions=module.positions((4, 6)))
