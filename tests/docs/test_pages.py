@@ -200,7 +200,8 @@ def test_readme_counts_models_and_presets():
     files = (ROOT / "scripts" / "results" / "adapters").glob("*.csv")
     models = sum(path.read_text(encoding="utf-8").count(",adapted,") for path in files)
     assert f"[{models} models](docs/results/adapted-models.md)" in text
-    assert f"any of the {len(lrpe_md.list_presets()) - 1} [other presets]" in text
+    count = f"any of the {len(lrpe_md.list_presets()) - 1} [other presets]"
+    assert count in text, f"write {count!r} in the README"
 
 
 def test_links_of_pictures_in_the_readme():
@@ -328,7 +329,7 @@ def test_no_picture_marks_a_singular_point():
 
 def test_presets_are_sorted():
     names = re.findall(r"^\| \[`(\w+)`\]", (PAGES / "presets.md").read_text(encoding="utf-8"), re.M)
-    assert names == sorted(lrpe_md.list_presets())
+    assert names == sorted(lrpe_md.list_presets()), "run python -m scripts.visualize.gallery"
 
 
 def test_the_tables_of_schemes_list_every_preset():
@@ -339,7 +340,9 @@ def test_the_tables_of_schemes_list_every_preset():
         text.split(f"# {title}\n")[1] for title in ("Published schemes", "Rounding error of the originals")
     )
     rows = re.findall(r"^\| .* \| (`.*) \|$", published.split("\n\n")[0], re.M)
-    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(lrpe_md.list_presets())
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    missing = sorted(set(lrpe_md.list_presets()) - set(named))
+    assert sorted(named) == sorted(lrpe_md.list_presets()), f"add {missing} to the published schemes in docs/schemes.md"
     assert re.findall(r"^\| `(\w+)` \|", errors, re.M) == measured_presets()
 
 
