@@ -469,7 +469,13 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
         if offset.device != device:
             offset = offset.to(device, non_blocking=not offset.is_cuda)
         # A single offset applies to the whole batch.
-        return Grid((num_tokens,), origin=offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1))
+        origin = offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1)
+        if type(offset) is not Tensor or type(num_tokens) is not int or torch.compiler.is_compiling():
+            return Grid((num_tokens,), origin=origin)
+        # The fields are valid, and checking them at every decode step would cost CPU time.
+        grid = object.__new__(Grid)
+        vars(grid).update(vars(_from_zero(num_tokens)), origin=origin)
+        return grid
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise ValueError(f"offset: expected an int or an integer tensor of shape (B,), got {offset!r}")
     if offset == 0:

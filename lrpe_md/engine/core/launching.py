@@ -62,7 +62,7 @@ def make_readable(call: Call) -> Call:
             layout.num_grid_tokens, layout.sizes, 0, 0, affine, origin, device=omega.device, dtype=torch.float64
         )
         affine, origin, layout = None, None, layout._replace(sizes=())
-    elif phase is coords is origin is rotated is amplitude is None and omega.is_contiguous() and not omega.is_neg():
+    elif rotated is None and all(map(_is_readable, (omega, phase, coords, origin, amplitude))):
         return call if weights is call.weights else call._replace(weights=weights)
     if rotated is not None:
         rotated = rotated.contiguous().view(torch.uint8)
@@ -71,6 +71,10 @@ def make_readable(call: Call) -> Call:
     )
     tables = Tables(materialise(omega).contiguous(), phase, coords, origin, affine, rotated, amplitude)
     return call._replace(layout=layout, tables=tables, weights=weights)
+
+
+def _is_readable(t: Tensor | None) -> bool:
+    return t is None or (t.is_contiguous() and not t.is_neg())
 
 
 def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tuple[Call, Call]:

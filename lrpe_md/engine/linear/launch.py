@@ -409,7 +409,10 @@ class LaunchInputs:
             memory="sum" if self.log_decay is None else "add", decay_per_head=self.decay_per_head,
             need_ddecay=need_ddecay, early=stage in EARLY and not causal and launches_early(),
         )  # fmt: skip
-        return replace_fields(variant, changes), {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
+        options = {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
+        if variant.early and stage is LinearPass.QUERY_STATE:  # starts while the kernel for dq is still running
+            options["launch_pdl"] = True
+        return replace_fields(variant, changes), options
 
     def _choose_rows(self, spec: Spec) -> dict[LinearPass, LinearPass]:
         """Return the rows of the tile table that replace those of causal passes."""
@@ -1021,15 +1024,14 @@ def sum_query_states(
 ) -> None:
     """Write dS and, with a causal mask, dZ of each piece and query head to ``dstates``, as in :func:`launch_states`."""
     sizes = inputs.sizes
-    variant, options = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
+    config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
+    variant, _ = config
     args = (
         with_strides(inputs.q, variant), with_strides(inputs.do, variant), inputs.flatten_queries(variant),
         slot_states, scales, dstates, pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    if variant.early:
-        options = {**options, "launch_pdl": True}
     programs = sizes.rows * sizes.repeats * pieces.num_pieces
-    launch_with_fallback(kernels.linear_query_state_kernel, programs, args, (variant, options))
+    launch_with_fallback(kernels.linear_query_state_kernel, programs, args, config)
 
 
 def differentiate_causal(
