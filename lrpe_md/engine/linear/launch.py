@@ -409,10 +409,7 @@ class LaunchInputs:
             memory="sum" if self.log_decay is None else "add", decay_per_head=self.decay_per_head,
             need_ddecay=need_ddecay, early=stage in EARLY and not causal and launches_early(),
         )  # fmt: skip
-        options = {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
-        if variant.early and stage is LinearPass.QUERY_STATE:  # starts while the kernel for dq is still running
-            options["launch_pdl"] = True
-        return replace_fields(variant, changes), options
+        return replace_fields(variant, changes), _make_options(tile, variant.early and stage is LinearPass.QUERY_STATE)
 
     def _choose_rows(self, spec: Spec) -> dict[LinearPass, LinearPass]:
         """Return the rows of the tile table that replace those of causal passes."""
@@ -480,6 +477,12 @@ class LaunchInputs:
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
         """Pack the numbers of heads, pieces and samples for kernels that process queries."""
         return pack_numbers(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
+
+
+def _make_options(tile: LinearTile, starts_early: bool) -> dict[str, Any]:
+    """Return the compiler options. ``starts_early`` starts the kernel while the previous one is still running."""
+    early = {"launch_pdl": True} if starts_early else {}
+    return {"num_warps": tile.num_warps, **limit_registers(tile.max_registers), **early}
 
 
 def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
