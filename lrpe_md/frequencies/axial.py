@@ -350,6 +350,6 @@ def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) 
         return theta[:, :, None]
     heads = "H" if num_heads is None else num_heads
     raise ValueError(
-        f"theta: expected shape ({num_pairs},), ({heads},) or ({heads}, {num_pairs}) for {heads} heads and {num_pairs} "
-        f"pairs, got {shape}"
+        f"theta: expected shape ({num_pairs},), ({heads},) or ({heads}, {num_pairs}) for num_heads={heads} and "
+        f"{num_pairs} pairs, got {shape}"
     )

@@ -609,12 +609,14 @@ class SeriesModule(FrequencyModule):
     def _lay(self) -> Tensor:
         return self._laid(self._theta())
 
-    def extra_repr(self) -> str:
-        text = f"num_axes={self.num_axes}, "
+    def _series_repr(self) -> str:
+        """Return the arguments that determine the frequencies."""
         if callable(self.frequencies):
-            text += f"frequencies={getattr(self.frequencies, '__name__', type(self.frequencies).__name__)}"
-        else:
-            text += f"frequencies={self.frequencies!r}, base={self.base:g}"
+            return f"frequencies={getattr(self.frequencies, '__name__', type(self.frequencies).__name__)}"
+        return f"frequencies={self.frequencies!r}, base={self.base:g}"
+
+    def extra_repr(self) -> str:
+        text = f"num_axes={self.num_axes}, {self._series_repr()}"
         if self.frequencies == "axial" and self.num_axes > 1:
             text += f", axis_order={self.axis_order!r}"
         return text + super().extra_repr()

@@ -224,6 +224,9 @@ class Rotate1d(RotateMd):
     def _laid(self, theta: Tensor) -> Tensor:
         return super()._laid(theta) if self.given is None else sequence_omega(theta, self.num_channels, self.num_heads)
 
+    def _series_repr(self) -> str:
+        return super()._series_repr() if self.given is None else f"theta={tuple(self.given.shape)}"
+
     @torch.no_grad()
     def set_frequencies(self, theta: Tensor, amplitude: float | Tensor = 1.0) -> None:
         """Replace the frequencies in place, for example to change the length scaling at run time.
@@ -277,8 +280,7 @@ class Rotate1d(RotateMd):
                 own.copy_(amplitude) if isinstance(amplitude, Tensor) else own.fill_(amplitude)
 
     def extra_repr(self) -> str:
-        text = super().extra_repr() + ("" if self.given is None else f", theta={tuple(self.given.shape)}")
-        return text + ("" if self.scale_base is None else f", scale_base={self.scale_base:g}")
+        return super().extra_repr() + ("" if self.scale_base is None else f", scale_base={self.scale_base:g}")
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

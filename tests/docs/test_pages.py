@@ -1,5 +1,6 @@
 """Code in the README and documentation runs, links resolve, and claims match the results."""
 
+import ast
 import contextlib
 import io
 import re
@@ -81,8 +82,11 @@ def test_code_runs(path, tmp_path, monkeypatch):
 def anchors(path):
     """Return the anchors of the headings, as GitHub and the site generate them."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S)
-    found = re.findall(r"^#+ (.*)$", text, re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    return {as_anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+def as_anchor(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(ROOT)))
@@ -97,6 +101,36 @@ def test_links(path):
         assert place.is_relative_to(ROOT), target
         assert not anchor or anchor in anchors(place), target
         assert place.suffix != ".png" or place.stat().st_size < 300_000, target
+
+
+def code_of_section(path, anchor):
+    """Return the Python code under a heading, including its subsections."""
+    code, level = "", None
+    for block, hashes, heading in re.findall(
+        r"^```(.*?)^```$|^(#+) (.*?)$", path.read_text(encoding="utf-8"), re.M | re.S
+    ):
+        if hashes and level is not None and len(hashes) <= level:
+            break
+        if hashes and as_anchor(heading) == anchor:
+            level = len(hashes)
+        if level is not None and block.startswith("python\n"):
+            code += block.removeprefix("python\n")
+    return code
+
+
+def imported(code):
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return {(alias.asname or alias.name).split(".")[0] for node in nodes for alias in node.names}
+
+
+@pytest.mark.parametrize("path", [path for path in ALL if blocks(path)], ids=lambda path: path.name)
+def test_linked_sections_import_what_they_use(path):
+    """The code of a section that another page links to runs without the imports above it."""
+    links = "".join(page.read_text(encoding="utf-8") for page in ALL if page != path)
+    for anchor in set(re.findall(rf"{path.name}#([\w-]+)\)", links)):
+        code = code_of_section(path, anchor)
+        used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+        assert not (used & imported("\n".join(blocks(path)))) - imported(code), anchor
 
 
 def test_anchors_are_checked(tmp_path):

@@ -77,7 +77,7 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     bits = metrics.loss / math.log(2)
     assert bits[1] < 0.7 * bits[0] < 0.7 * 8
     assert metrics.lr[1] == pytest.approx(1e-3)  # a tenth of the maximum
-    assert metrics.validation[1] < 0.9 * metrics.validation[0]
+    assert metrics.bits_per_byte[1] < 0.9 * metrics.bits_per_byte[0]
     assert "training loss, nats per byte" in done.output
     evaluation = pd.read_csv(out / "evaluation.csv")
     assert set(evaluation.scaling) == {"none", "yarn"}
@@ -155,7 +155,7 @@ def test_logged_row_is_the_mean_of_its_steps(file: Path, tmp_path: Path) -> None
     assert [row["step"] for row in pairs] == [2, 4]
     for row, a, b in zip(pairs, each[::2], each[1::2], strict=True):
         assert row["loss"] == pytest.approx((a["loss"] + b["loss"]) / 2)
-        assert row["validation"] == b["validation"]
+        assert row["bits_per_byte"] == b["bits_per_byte"]
 
 
 def test_parameter_groups(file: Path, tmp_path: Path) -> None:

@@ -378,6 +378,12 @@ def test_amplitude_of_rotate(amplitude):
         RotateMd(8, 2, amplitude=torch.ones(3))
 
 
+def test_repr_of_theta_omits_the_unused_base():
+    assert repr(Rotate1d(8, base=7.0)) == "Rotate1d(head_dim=8, num_axes=1, frequencies='axial', base=7, pairs='half')"
+    module = Rotate1d(8, theta=torch.rand(4), scale_base=9.0)
+    assert repr(module) == "Rotate1d(head_dim=8, num_axes=1, theta=(4,), pairs='half', scale_base=9)"
+
+
 def test_rotate_1d():
     module = Rotate1d(8, base=100.0)
     x = torch.randn(2, 3, 5, 8)

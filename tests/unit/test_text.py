@@ -450,7 +450,7 @@ X = torch.zeros(2, 4, 5, 8)
         (
             lambda: Rotate1d(8)(X, offset=2, positions=torch.zeros(5, 1)), ValueError, "positions: .*None with offset",
         ),
-        (lambda: Rotate1d(8, theta=torch.ones(3)), ValueError, r"theta: expected shape \(4,\), \(1,\) or \(1, 4\)"),
+        (lambda: Rotate1d(8, theta=torch.ones(3)), ValueError, r"\(1,\) or \(1, 4\) for num_heads=1 and 4 pairs"),
         (lambda: Rotate1d(8, amplitude=torch.ones(3)), ValueError, r"amplitude: .*\(4,\), got \(3,\)"),
         (lambda: Rotate1d(8).set_frequencies(torch.ones(4), 1.2), ValueError, "amplitude: .*amplitude=1.0"),
         (

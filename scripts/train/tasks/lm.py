@@ -224,7 +224,7 @@ def validate(config: LmTraining, text: Tensor, trainer: Trainer) -> dict[str, fl
     """Return the bits per byte on held-out text at the training length."""
     model: Any = trainer.averaged
     length, limit = min(config.length, len(text) - 1), min(config.test_bytes, EVAL_TOKENS)
-    return {"validation": evaluate(trainer.accelerator, model, text, length, limit).mean().item()}
+    return {"bits_per_byte": evaluate(trainer.accelerator, model, text, length, limit).mean().item()}
 
 
 def prepare(config: LmTraining, device: torch.device) -> Work:
