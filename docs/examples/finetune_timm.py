@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> float:
     try:
         model = adapt_rotary(timm.create_model(args.model, args.pretrained, **kwargs)).to(device)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        remedy = "leave out --pretrained" if isinstance(error, OSError) else "pass a ViT with RoPE (docs/recipe.md)"
+        remedy = "leave out --pretrained" if isinstance(error, OSError) else "pass a RoPE ViT, or follow docs/recipe.md"
         parser.error(f"--model {args.model}: {error}; {remedy}")
     if height % model.patch_embed.patch_size[0] or width % model.patch_embed.patch_size[1]:
         parser.error(f"--size: expected multiples of {model.patch_embed.patch_size}, the patch size, got {args.size}")

@@ -37,9 +37,9 @@ def main(argv: list[str] | None = None) -> torch.Tensor:
     if args.picture:
         file = args.run / "result.json"  # exists when the run has finished
         result = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if "read_size" not in result:
+        if "classes" not in result:
             parser.error(f"--picture: expected a finished run of `lrpe-md train image`, got {args.run}")
-        x = resized(read_image(args.picture, result["read_size"])[None], size)  # as in the tests during training
+        x = resized(read_image(args.picture, size)[None], size)  # as in the tests during training
         logits = model(x)
         print(result["classes"][logits.argmax()])
     return logits

@@ -269,6 +269,8 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
     shared = [name for name in options if name in before and name in settings]
     differ = {name: before[name] for name in shared if before[name] != settings[name]}
     models = [_part_of(each, "model").get("model", "") for each in (before, settings)]  # names of timm models
+    if models[1] and not before:
+        return "pass --model NAME, the architecture of these weights, or leave out --weights"
     if models[0] == models[1]:
         differ.pop("model", None)
     else:

@@ -119,7 +119,7 @@ def test_finetune_timm_rejects_unsuitable_models(tmp_path, capsys, options, mess
     reject("finetune_timm", "--data", tmp_path, *options)
     said = capsys.readouterr().err.splitlines()[-1]
     assert message in said
-    assert said.endswith("; pass a ViT with RoPE (docs/recipe.md)")
+    assert said.endswith("; pass a RoPE ViT, or follow docs/recipe.md")
 
 
 def test_finetune_timm_explains_other_errors_in_one_line(tmp_path, capsys, monkeypatch):
@@ -291,7 +291,7 @@ def test_load_trained_predicts_one_picture(tmp_path, capsys, stream):
     assert result["classes"] == ["blue", "red"]
     assert result["accuracy_by_class"] == {"blue": 100, "red": 100}
     assert result["accuracy"]["extrapolated"]["8x8"] == 100
-    test = load_images(tmp_path / "data", 12).test
+    test = load_images(tmp_path / "data", 8).test
     expected = load_run(tmp_path / "run")(resized(test.images, (8, 8)))
     pictures = [tmp_path / "data" / "val" / name / f"{i}.png" for name in sorted(COLOURS) for i in range(2)]
     for i, picture in enumerate(pictures):

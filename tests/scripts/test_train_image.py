@@ -233,7 +233,7 @@ def test_images_are_read_at_the_smallest_size_that_is_large_enough():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_images_that_are_not_square(tmp_path, stream):
-    """Images are cropped to the aspect ratio of --size, in training and in tests."""
+    """Images are cropped to the aspect ratio of each size, in training and in tests."""
     for part, number in (("train", 8), ("val", 4)):
         for c, name in enumerate("ab"):
             (tmp_path / "data" / part / name).mkdir(parents=True)
@@ -252,7 +252,7 @@ def test_images_that_are_not_square(tmp_path, stream):
     assert x[:, 0, :, 4:8].max() < -0.9
     result = train_image.run(config)
     assert list(result["accuracy"]["rescaled"]) == ["8x12", "16x24", "8x8"]
-    assert (result["tokens"], result["read_size"]) == (8 * 6, [16, 24])
+    assert result["tokens"] == 8 * 6
     model = load_run(config.out)
     assert model.patch_embed.grid_size == (2, 3)
     larger = {**options, "size": "16x24", "weights": str(config.out), "reference": "8x12", "test_sizes": ""}
@@ -316,7 +316,7 @@ def test_training_learns_the_classes(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["memory", "stream", "table"])
 def test_finished_run_is_tested_at_other_sizes(kind, table, tmp_path, capsys):
-    """Test sizes affect neither the training images nor the weights, even if test images are read at a larger size."""
+    """Test sizes affect neither the training images nor the weights."""
     data = {"data": write_flat(tmp_path / "data"), "stream": kind == "stream"}
     if kind == "table":
         data = {"data": table, "label": "kind"}
@@ -330,13 +330,39 @@ def test_finished_run_is_tested_at_other_sizes(kind, table, tmp_path, capsys):
     assert list(result["accuracy"]["extrapolated"]) == ["8x8", "16x16", "24x16"]
     assert "24x16" in said.out
     assert "rescaled positions are mapped onto the training grid.\n" in said.out
-    assert result["read_size"] == [24, 24]
-    assert {**result, "accuracy": 0, "read_size": 0} == {**first, "accuracy": 0, "read_size": 0}
+    assert {**result, "accuracy": 0} == {**first, "accuracy": 0}
     assert json.loads((config.out / "result.json").read_text()) == result
     elsewhere = ImageTraining(**{**vars(config), "out": tmp_path / "other", "test_sizes": "32"})
     train_image.run(elsewhere)
     other = torch.load(elsewhere.out / "checkpoint.pt")["model"]
     assert all(torch.equal(value, other[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("kind", ["memory", "stream", "table", "timm"])
+def test_each_test_size_has_its_own_images(kind, table, tmp_path, monkeypatch):
+    """At each size, the model sees the files as read at that size, whatever the other sizes are."""
+    data, seen = {"data": write_flat(tmp_path / "data"), "stream": kind == "stream"}, {}
+    if kind == "timm":
+        data = {"data": write_folders(tmp_path / "folders"), "dataset": "folder/"}
+    elif kind == "table":
+        data = {"data": table, "label": "kind"}
+
+    def recorded(model, test, size, autocast):
+        seen.setdefault(size, []).append(test.images)
+        return test.labels == 0
+
+    monkeypatch.setattr(train_image, "find_right", recorded)
+    few = {**SMALL, "batch": 4, "steps": 1, "test_sizes": "4,8x12,16"}
+    config = ImageTraining(out=tmp_path / "run", **data, **few)
+    train_image.run(config)
+    options = (config.dataset, config.limit, config.label, config.without, config.stream)
+    for size in config.test_shapes:
+        expected = train_image.load(config.data, size, size, *options).test.images
+        assert expected.shape[-2:] == size
+        assert all(torch.equal(images, expected) for images in seen[size])
+    monkeypatch.setattr(image_data, "MEMORY", 3 * 16 * 16)
+    with pytest.raises(ImageError, match=r"images of 16×16 take 0 GiB.* smaller --size or --test-sizes"):
+        train_image.load(config.data, (2, 2), (2, 2), *options).check_memory([(2, 2), (16, 16)])
 
 
 def test_validation_during_training(data, tmp_path):
@@ -377,7 +403,7 @@ def test_each_size_is_evaluated_once_with_extrapolated_and_rescaled_positions(re
     result = train_image.run(ImageTraining(data=data, out=tmp_path / "run", limit=8, **few))
     sizes = [(8, 8), (12, 12), (8, 12)]
     ways = {"rescaled": (2, 2)} if reference else {"extrapolated": None, "rescaled": (2, 2)}
-    assert seen == [(size, reference) for reference in ways.values() for size in sizes]
+    assert seen == [(size, reference) for size in sizes for reference in ways.values()]
     assert list(result["accuracy"]) == list(ways)
     assert result["accuracy_by_class"] == {"cat": 100, "dog": 0}  # from the first evaluation
     assert (result["train_images"], result["test_images"]) == (8, 8)
@@ -877,6 +903,13 @@ def test_the_name_of_a_timm_model_as_weights_explains_how_to_save_them():
     advice = r"torch\.save\(timm\.create_model\('vit_tiny_patch16_224', pretrained=True\)\.state_dict\(\)"
     with pytest.raises(typer.BadParameter, match=f"no such file.*{advice}.* pass --weights vit_tiny_patch16_224.pt"):
         start_from(build_model(), Path("vit_tiny_patch16_224"))
+
+
+def test_weights_of_another_timm_model(data, tmp_path):
+    torch.save(timm.create_model("test_vit").state_dict(), tmp_path / "w.pt")
+    advice = r"w\.pt: pass --model NAME, the architecture of these weights, or leave out --weights\."
+    with pytest.raises(typer.BadParameter, match=advice):
+        train_image.run(ImageTraining(data=data, out=tmp_path / "run", **TIMM, weights=str(tmp_path / "w.pt")))
 
 
 @pytest.mark.parametrize(

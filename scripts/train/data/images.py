@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -63,12 +64,27 @@ class Images:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Training images (in memory or as a stream), test images, the number of classes, and the class names if known."""
+    """Training images (in memory or as a stream), test images, the number of classes, and the class names if known.
+
+    ``read_test`` reads the test images at another size. It is None for idx files, whose images all have one size.
+    """
 
     train: Images | LabelledStream
     test: Images
     num_classes: int
     classes: tuple[str, ...] = ()
+    read_test: Callable[[Size], Images] | None = None
+
+    def test_at(self, size: tuple[int, int]) -> Images:
+        """Return the test images for this size. Files are read at exactly this size, whatever the other sizes are."""
+        if self.read_test is None or tuple(self.test.images.shape[-2:]) == size:
+            return self.test
+        return self.read_test(size)
+
+    def check_memory(self, sizes: Iterable[Size]) -> None:
+        """Raise an error if the test images do not fit into memory at each of these sizes."""
+        for size in sizes if self.read_test else ():
+            check_memory(len(self.test), size)
 
     @property
     def labels(self) -> np.ndarray:
@@ -79,11 +95,6 @@ class Labelled:
     @property
     def channels(self) -> int:
         return self.test.images.shape[1]
-
-    def to(self, device: torch.device) -> Labelled:
-        """Move images in memory to the device. Images from a stream are moved batch by batch instead."""
-        train = self.train.to(device) if isinstance(self.train, Images) else self.train
-        return replace(self, train=train, test=self.test.to(device))
 
 
 def load_images(
@@ -103,21 +114,24 @@ def load_images(
         ImageError: if there are no images, an image can't be read, or images don't fit into memory.
     """
     check_folder(path)
-    classes, sizes = (), (size, test_size or size)
+    classes, read_test = (), None
     if dataset:
-        splits = zip(("train", "validation"), sizes, strict=True)
-        train, test = (_timm(dataset, path, split, side, limit) for split, side in splits)
+        read, read_test = (_timm(dataset, path, split, limit) for split in ("train", "validation"))
+        train, test = read(size), read_test(test_size or size)
     elif is_idx(path):
         train, test = (_idx(path, prefix, limit) for prefix in IDX.values())
         if train.images.shape[1:] != test.images.shape[1:]:
             shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
             raise ImageError(f"--data {path}: expected training and test images of the same shape, got {shapes}")
     else:
-        train, test, classes = _folders(path, sizes, limit)
+        sources = list_folder(path)
+        read, read_test = (_reader(lambda i, part=part: (part.files[i], part.labels[i]), len(part), limit)
+                           for part in sources)  # fmt: skip
+        train, test, classes = read(size), read_test(test_size or size), sources[0].classes
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
-    return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes)
+    return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes, read_test)
 
 
 def check_folder(path: Path) -> None:
@@ -212,15 +226,6 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
     return train, test
 
 
-def _folders(path: Path, sizes: tuple[Size, Size], limit: int | None) -> tuple[Images, Images, tuple[str, ...]]:
-    sources, parts = list_folder(path), []
-    for part, size in zip(sources, sizes, strict=True):
-        chosen = choose_subset(len(part), limit)
-        parts.append(_decoded(lambda i, part=part, chosen=chosen: (part.files[chosen[i]], part.labels[chosen[i]]),
-                              len(chosen), size))  # fmt: skip
-    return parts[0], parts[1], sources[0].classes
-
-
 def load_stream(path: Path, size: Size, *, label: str = "", limit: int | None = None) -> Labelled:
     """Open training images as a stream, and load test images into memory.
 
@@ -235,34 +240,48 @@ def load_stream(path: Path, size: Size, *, label: str = "", limit: int | None = 
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
-    chosen, tested = (choose_subset(len(part), limit) for part in (train, test))
+    chosen, read_test = choose_subset(len(train), limit), _reader(test.__getitem__, len(test), limit)
     train = LabelledStream(replace(train.stream, indices=train.stream.indices[chosen]), train.classes[chosen])
-    return Labelled(train, _decoded(lambda i: test[int(tested[i])], len(tested), size), num_classes, classes)
+    return Labelled(train, read_test(size), num_classes, classes, read_test)
 
 
-def _timm(name: str, root: Path, split: str, size: Size, limit: int | None) -> Images:
+def _timm(name: str, root: Path, split: str, limit: int | None) -> Callable[[Size], Images]:
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
-        chosen = choose_subset(len(found), limit)
+        return _reader(found.__getitem__, len(found), limit)
     except Exception as error:  # the readers of torchvision, hfds and tfds can raise any exception
         raise ImageError(
             f"--dataset {name}: its {split} split is not in {root} ({error}); download it first"
         ) from error
-    return _decoded(lambda i: found[int(chosen[i])], len(chosen), size)
 
 
-def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, size: Size) -> Images:
-    """Return the labels and RGB images of sample(0) to sample(num - 1). ``sample`` returns (image or path, label)."""
+def _reader(
+    sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, limit: int | None
+) -> Callable[[Size], Images]:
+    """Return a function that reads a subset of sample(0) to sample(num - 1) at any size.
+
+    ``sample`` returns (image or path, label).
+    """
+    return partial(_decoded, sample, choose_subset(num, limit))
+
+
+def check_memory(num: int, size: Size) -> None:
+    """Raise an error if so many RGB images of this size do not fit into memory."""
     height, width = (size, size) if isinstance(size, int) else size
     if (needed := num * 3 * height * width) > MEMORY:
         raise ImageError(
             f"--data: {num:,} images of {height}×{width} take {needed / 2**30:.0f} GiB, more than the "
             f"{MEMORY / 2**30:.0f} GiB allowed in memory; use --stream, --limit, or smaller --size or --test-sizes"
         )
+
+
+def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], chosen: np.ndarray, size: Size) -> Images:
+    num, (height, width) = len(chosen), (size, size) if isinstance(size, int) else size
+    check_memory(num, size)
     images, labels = torch.empty(num, 3, height, width, dtype=torch.uint8), torch.empty(num, dtype=torch.int64)
 
     def decode(i: int) -> None:
-        source, label = sample(i)
+        source, label = sample(int(chosen[i]))
         images[i], labels[i] = read_image(source, size), int(label)
 
     with ThreadPoolExecutor() as pool:

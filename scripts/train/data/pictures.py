@@ -135,11 +135,13 @@ def load_classes(
             f"--data {path}: {held_out.sum()} of {len(found)} images are held out for tests; add more images"
         )
     labels = torch.from_numpy(records.labels)
-    train, test = (
-        Images(found.read(side, np.flatnonzero(chosen)), labels[chosen])
-        for side, chosen in ((size, ~held_out), (test_size or size, held_out))
-    )
-    return Labelled(train, test, len(records.classes), records.classes)
+
+    def read(chosen: np.ndarray, side: Size) -> Images:
+        return Images(found.read(side, np.flatnonzero(chosen)), labels[chosen])
+
+    read_test = partial(read, held_out)
+    train, test = read(~held_out, size), read_test(test_size or size)
+    return Labelled(train, test, len(records.classes), records.classes, read_test)
 
 
 def _from_files(path: Path, condition: str, without: str, label: str) -> Pictures:

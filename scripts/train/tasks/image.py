@@ -444,25 +444,27 @@ def percentage(right: Tensor) -> float:
     return 100 * right.sum().item() / len(right)
 
 
-def evaluate(config: ImageTraining, test: Images, trainer: Trainer, classes: Sequence[str]) -> dict[str, Any]:
+def evaluate(config: ImageTraining, data: Labelled, trainer: Trainer) -> dict[str, Any]:
     """Return the accuracies in % at all sizes, for each way of placing tokens; see :func:`.outcome.placements`.
 
-    If ``classes`` are known, add them, and the accuracy at the training size for each class that has test images.
+    If the classes are known, add them, and the accuracy at the training size for each class that has test images.
     """
     model: Any = trainer.averaged
-    right = {
-        positions: {size: find_right(model, test, size, trainer.accelerator.autocast) for size in config.test_shapes}
-        for positions in placements(model)
-    }
+    right: dict[str, dict[Shape, Tensor]] = {}
+    for size in config.test_shapes:
+        test = data.test_at(size).to(trainer.accelerator.device)
+        for positions in placements(model):
+            mask = find_right(model, test, size, trainer.accelerator.autocast)
+            right.setdefault(positions, {})[size] = mask
     found: dict[str, Any] = {
         positions: {f"{height}x{width}": percentage(mask) for (height, width), mask in by_size.items()}
         for positions, by_size in right.items()
     }
-    if not classes:
+    if not data.classes:
         return {"accuracy": found}
     trained = next(iter(right.values()))[config.shape].cpu().numpy()
-    by_class = average_by_class(trained, test.labels.cpu().numpy(), classes)
-    return {"accuracy": found, "classes": list(classes), "accuracy_by_class": by_class}
+    by_class = average_by_class(trained, data.test.labels.cpu().numpy(), data.classes)
+    return {"accuracy": found, "classes": list(data.classes), "accuracy_by_class": by_class}
 
 
 def enclose(sizes: Sequence[Shape]) -> Shape:
@@ -475,8 +477,9 @@ def enclose(sizes: Sequence[Shape]) -> Shape:
 
 
 def prepare(config: ImageTraining, device: torch.device) -> Work:
-    size, test_size = enclose(config.train_sizes), enclose(config.test_shapes)
-    data = load(config.data, size, test_size, config.dataset, config.limit, config.label, config.without, config.stream)
+    size, options = enclose(config.train_sizes), (config.dataset, config.limit, config.label, config.without)
+    data = load(config.data, size, config.shape, *options, config.stream)
+    data.check_memory(config.test_shapes)
     if config.is_new and config.batch > len(data.train):  # check before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
@@ -501,7 +504,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed, "size": config.size,
             "reference": config.reference, "weights": config.weights,
             "train_images": len(data.train), "test_images": len(test), "chance": 100 / data.num_classes,
-            "tokens": patches(config), "read_size": list(test_size), **evaluate(config, test, trainer, data.classes),
+            "tokens": patches(config), **evaluate(config, data, trainer),
             "export": list_export_lines(arguments, keep_table=bool(config.weights)),
         }  # fmt: skip
 
