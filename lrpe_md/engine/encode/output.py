@@ -67,8 +67,8 @@ def take_target(out: Any, start: Any, number: int) -> Target | None:
         raise TypeError(f"out: expected a tensor, or one for q and one for k, got {type(out).__name__}")
     if len(outs) != number:
         raise ValueError(
-            f"out: expected {'a tensor' if number == 1 else 'a pair, for q and for k, either of which may be None'}, "
-            f"got {len(outs)} for {number} tensor{'s' * (number > 1)}"
+            f"out: expected {'one tensor' if number == 1 else 'a pair (for q, for k), either of which may be None'}, "
+            f"got {len(outs)} outputs"
         )
     if start is not None:
         start = _check_start(start)
