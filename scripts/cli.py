@@ -71,10 +71,10 @@ def load_program(name: str) -> Any:
     return import_or_explain(name, lambda: importlib.import_module(f".{name}.app", __package__).app)
 
 
-def import_modules(arguments: Sequence[str]) -> list[str]:
-    """Import each module passed as ``--import MODULE``, for example to register schemes. Return the other arguments.
+def import_modules(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Import each module passed as ``--import MODULE``, for example to register schemes.
 
-    Modules are also found in the current folder.
+    Modules are also found in the current folder. Return the other arguments, and the names of the modules.
 
     Raises:
         SystemExit: if a module name is missing, or a module can't be imported.
@@ -98,7 +98,7 @@ def import_modules(arguments: Sequence[str]) -> list[str]:
             raise SystemExit(
                 f"--import: expected an installed module or one in {os.getcwd()}, got {name!r}: {error}{remedy}"
             ) from error
-    return others
+    return others, names
 
 
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
@@ -154,10 +154,11 @@ def run_info(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``lrpe-md PROGRAM ..``. By default, the arguments come from the command line."""
-    name, *rest = import_modules(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    others, modules = import_modules(sys.argv[1:] if arguments is None else arguments)
+    name, *rest = others or ["--help"]
     if name in PROGRAMS:
         with reword_warnings():
-            load_program(name)(args=rest, prog_name=f"lrpe-md {name}")
+            load_program(name)(args=rest, prog_name=f"lrpe-md {name}", obj=modules)
     elif name == "info":
         run_info(rest)
     elif name == "--version":

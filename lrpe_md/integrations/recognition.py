@@ -168,7 +168,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
         raise Unlike(5, f"also rotates its first {prefix} tokens; set prefix to the number of unrotated tokens")
     fitted = _fit(cos[:, prefix:], sin[:, prefix:], grid)
     kind: Any = "rotate" if values else "cosine"
-    axes, order, bases, notes = _describe(fitted["omega"])
+    axes, order, bases, notes = _describe(fitted["omega"], "pairs" if values else "channels")
     arguments = Arguments(kind, {**fitted, **values}, notes)
     error = float(((rotate if values else cosine)(x, **arguments) - call(x)).abs().max())
     if not error < 20 * _ANGLE:
@@ -236,7 +236,7 @@ def _find_shift(omega: Tensor, phase: Tensor) -> tuple[float, ...] | None:
     return None
 
 
-def _describe(omega: Tensor) -> tuple[tuple[int | None, ...], str | None, tuple[float | None, ...], str]:
+def _describe(omega: Tensor, unit: str) -> tuple[tuple[int | None, ...], str | None, tuple[float | None, ...], str]:
     """Return each channel's axis, the axis order, the base of each axis, and a comment that describes these."""
     used = (omega.abs().amax(0) > 0).tolist()
     axes = tuple(row.index(True) if sum(row) == 1 else None for row in used)
@@ -245,7 +245,7 @@ def _describe(omega: Tensor) -> tuple[tuple[int | None, ...], str | None, tuple[
     order = next((name for name, each in orders.items() if each == known and len(set(known)) > 1), None)
     bases = tuple(_find_base(omega[0, [a == axis for a in axes], axis].abs()) for axis in range(omega.shape[-1]))
     text = [
-        f"axis {axis}: {axes.count(axis)} channels" + (f", base {base:g}" if base else "")
+        f"axis {axis}: {axes.count(axis)} {unit}" + (f", base {base:g}" if base else "")
         for axis, base in enumerate(bases)
         if axis in axes
     ]

@@ -471,7 +471,7 @@ class FrequencyModule(nn.Module):
                 FrequencyModule.forward, self, positions=where, inverse=inverse, norm=norm, out_start=out_start,
                 out=order_outs(out, xs),
             )  # fmt: skip
-            return encode_packed(again, xs)
+            return encode_packed(again, xs, where.num_tokens)
         if inverse and self.map == "cosine":
             raise ValueError("inverse: expected False for the cosine map, which has no inverse, got True")
         try:
@@ -494,7 +494,8 @@ class FrequencyModule(nn.Module):
             if x.shape[1] % self.num_heads:
                 raise ValueError(
                     f"{name}: expected a number of heads divisible by num_heads={self.num_heads} (the number of key "
-                    f"heads), got {x.shape[1]} (shape {tuple(x.shape)}){remedy(x, wheres[0])}"
+                    f"heads), got {x.shape[1]} (shape {tuple(x.shape)})"
+                    + (remedy(x, wheres[0]) or f"; build the module with num_heads={xs[-1].shape[1]}")
                 ) from None
             if x.device != own.device:
                 raise ValueError(

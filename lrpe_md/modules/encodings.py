@@ -347,7 +347,7 @@ class Rotate1d(RotateMd):
             raise ValueError("inverse: expected False with scale_base, got True")
         if type(positions) is Packed:
             where = unpack_positions(positions, self.dim)
-            return encode_packed(partial(self.forward, positions=where, norm=norm), xs)
+            return encode_packed(partial(self.forward, positions=where, norm=norm), xs, where.num_tokens)
         q, k = super().forward(*xs, positions=positions, norm=norm)
         return scale_xpos(
             q, k, positions=positions, scale_base=self.scale_base, scale_centre=self.scale_centre, pairs=self.pairs,

@@ -75,8 +75,8 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="Encoding: NAME or NAME:KEY=VALUE, as in `train`, or ATTENTION/NAME; repeatable. "
-            "(default: depends on the task)",
+            help="Encoding: NAME or NAME:KEY=VALUE, as in `train`, or ATTENTION/NAME; repeatable. NAME "
+            "can be your own scheme, with --import MODULE. (default: depends on the task)",
         ),
     ] = None,
     attention: Annotated[

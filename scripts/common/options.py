@@ -108,6 +108,8 @@ def describe_command(context: typer.Context, leave_out: Collection[str]) -> str:
                 words.append((parameter.opts if each else parameter.secondary_opts)[0])
             else:
                 words += [max(parameter.opts, key=len), str(each)]
+    for module in context.obj or []:  # that `lrpe-md --import` has imported
+        words += ["--import", module]
     return shlex.join(words)
 
 

@@ -189,7 +189,7 @@ def test_high_frequencies_are_equal_on_the_grid():
 def test_printed():
     found = recognise(with_prefix, head_dim=D, shape=SHAPE, prefix=5)
     expected = "rotate(x, omega=<(1, 16, 2)>, positions=Grid((5, 7), prefix=5, shift=(-2.0, -3.0)), pairs='half')"
-    note = "axis 0: 8 channels, base 100; axis 1: 8 channels, base 100"
+    note = "axis 0: 8 pairs, base 100; axis 1: 8 pairs, base 100"
     assert str(found) == str(found.arguments) == f"{expected}  # {note}"
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import typer
 from lrpe_md.scripts import cli
+from lrpe_md.scripts.common.options import warn_of_smoke
 from lrpe_md.scripts.train.app import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -270,6 +271,20 @@ def test_own_schemes_are_registered_by_a_module(tmp_path, monkeypatch, first):
     assert done.value.code == 0
     assert (tmp_path / "run" / "checkpoint.pt").exists()
     assert sys.path[-1] == str(tmp_path)  # its files don't hide installed packages
+
+
+def test_repeated_commands_import_the_same_modules(monkeypatch, capsys):
+    app = typer.Typer()
+
+    @app.command()
+    def measure(context: typer.Context, size: int = 1, smoke: bool = False) -> None:
+        warn_of_smoke(context, "sizes are tiny")
+
+    monkeypatch.setattr(cli, "load_program", lambda name: app)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "--size", "2", "--import", "json", "--smoke", "--import=shlex"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().err.endswith("run:\nlrpe-md bench --size 2 --import json --import shlex\n")
 
 
 @pytest.mark.parametrize(

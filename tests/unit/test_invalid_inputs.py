@@ -221,7 +221,9 @@ def test_errors_refer_to_the_module(name):
 
 def test_other_heads_than_the_modules():
     module = RotateMd(8, 2, num_heads=2, frequencies="mixed")
-    with pytest.raises(ValueError, match=r"^k: expected a number of heads divisible by num_heads=2 .*, got 3"):
+    with pytest.raises(
+        ValueError, match=r"^k: expected a number of heads divisible by num_heads=2 .*, got 3 .*num_heads=3$"
+    ):
         module(X, torch.zeros(1, 3, 6, 8), positions=GRID)
     text = Rotate1d(8, num_heads=2, theta=torch.rand(2, 4))
     with pytest.raises(ValueError, match=r"^x: expected a number of heads divisible by num_heads=2 .*, got 3"):
@@ -363,3 +365,23 @@ def test_separate_frequencies_for_k_are_refused():
         cosine(X, X, omega=(OMEGA, OMEGA), positions=GRID)
     with pytest.raises(TypeError, match="omega: expected one tensor for both q and k, got 2"):
         rotate(X, X, omega=[OMEGA[:, :4], OMEGA[:, :4]], positions=(GRID, GRID), inverse=True)
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        RotateMd(8, 2),
+        lambda *xs, positions: rotate(*xs, omega=OMEGA[:, :4], positions=positions),
+        lambda *xs, positions: cosine(*xs, omega=OMEGA, positions=positions),
+        Rotate1d(8, scale_base=512),
+    ],
+    ids=["module", "rotate", "cosine", "xpos"],
+)
+def test_packed_tokens_after_heads(encode):
+    grid = Grid((6,)) if isinstance(encode, Rotate1d) else GRID
+    q, k, packed = torch.zeros(4, 12, 8), torch.zeros(2, 12, 8), pack([grid, grid])
+    with pytest.raises(ValueError, match=r"^q: .* \(N, H, D\) with N = 12, got \(4, 12, 8\); .*q\.transpose\(0, 1\)$"):
+        encode(q, k, positions=packed)
+    with pytest.raises(ValueError, match=r"^k: .* \(N, H, D\) with N = 12, got \(2, 12, 8\); .*k\.transpose\(0, 1\)$"):
+        encode(q.transpose(0, 1), k, positions=packed)
+    encode(q.transpose(0, 1), k.transpose(0, 1), positions=packed)

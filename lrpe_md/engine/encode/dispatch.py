@@ -233,12 +233,14 @@ def _encode_views(
 ) -> Any:
     """Encode packed tokens (N, H, D) with ``encode(views, positions, target)``, where views are (1, H, N, D)."""
     view_positions: Any = positions
+    num_tokens: int | None = None
     if isinstance(positions, Packed):
         view_positions = unpack_positions(positions, dim)
+        num_tokens = view_positions.num_tokens
     else:
         refuse_mixing(dim)
     view_target = _view_target(target, xs)
-    return encode_packed(lambda *views: encode(views, view_positions, view_target), xs)
+    return encode_packed(lambda *views: encode(views, view_positions, view_target), xs, num_tokens)
 
 
 def _count_groups(phase: Any) -> int:

@@ -58,8 +58,11 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
     return q, k, v
 
 
-def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
-    """Encode x, or q and k. Packed tensors (N, H, D) are passed to ``encode`` as views (1, H, N, D)."""
+def encode_packed(encode: Encode, xs: tuple[Tensor, ...], num_tokens: int | None = None) -> Any:
+    """Encode x, or q and k. Packed tensors (N, H, D) are passed to ``encode`` as views (1, H, N, D).
+
+    ``num_tokens`` is the number of positions, which reveals whether tokens and heads are swapped.
+    """
     packed = [isinstance(x, Tensor) and x.ndim == 3 for x in xs]
     if not any(packed):
         return encode(*xs)
@@ -67,6 +70,11 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
         check_dense(name, x, "(N, H, D)")
         if x.ndim != 3:
             raise ValueError(f"{name}: expected (N, H, D), like {'q' if name == 'k' else 'k'}, got {tuple(x.shape)}")
+        if x.shape[0] != num_tokens and x.shape[1] == num_tokens:
+            raise ValueError(
+                f"{name}: expected packed tokens (N, H, D) with N = {num_tokens}, got {tuple(x.shape)}; "
+                f"{name} looks like (H, N, D), pass {name}.transpose(0, 1)"
+            )
     ys = encode(*map(_put_heads_first, xs))
     return tuple(_put_tokens_first(y, False) for y in ys) if len(xs) > 1 else _put_tokens_first(ys, False)
 
