@@ -293,7 +293,7 @@ def _advise_table(before: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 def _list_other_values(before: dict[str, Any], settings: dict[str, Any], options: Collection[str]) -> dict[str, Any]:
-    """Return the values in ``before`` of the options that both have, with different values."""
+    """Return the options whose values differ, with their values in ``before``."""
     shared = [name for name in options if name in before and name in settings]
     # The size is a string in runs on images, and an integer in runs on videos.
     return {name: before[name] for name in shared if str(before[name]) != str(settings[name])}

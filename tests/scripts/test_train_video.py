@@ -612,7 +612,7 @@ def test_a_position_table_of_another_size_names_the_size(tmp_path):
 
 
 @needs_decoder
-def test_weights_of_a_run_that_do_not_fit_name_a_remedy_that_helps(footage, tmp_path, capsys):
+def test_run_weights_that_do_not_fit_name_a_remedy_that_works(footage, tmp_path, capsys):
     """Save weights with the settings of image runs and video runs, as `train` exports them."""
     options = {"patch_size": 4, "embed_dim": 48, "depth": 1, "num_heads": 2, "class_token": False, "global_pool": "avg"}
     options["num_classes"] = 2
