@@ -100,8 +100,8 @@ def start_from(
     if wrong or heads:
         details = f" ({'; '.join(sorted(wrong)[:3])})" if wrong else ""
         advice = _advise(before, settings or {}, options, heads)
-        if not before and all(each.startswith("pos_embed ") for each in wrong) and not heads:
-            advice = "pass the --size that it was trained at, or an --encoding other than learned"
+        if all(each.startswith("pos_embed ") for each in wrong) and not heads:
+            advice = _advise_table(before, settings or {})
         raise typer.BadParameter(f"--weights {path}: {advice}. The weights are for a different architecture{details}")
     model.load_state_dict(fits, strict=False)
     if PartialState().is_main_process:
@@ -150,7 +150,7 @@ def _describe_grids(trained: tuple[int, ...] | None, settings: dict[str, Any], *
             return None
         size = "FRAMESxSIZE" if "frames" in settings else "SIZE"
         return f"does not record its image size. If it was trained at another size, also pass --reference {size}"
-    grid = _find_grid(settings)
+    grid, recorded = _find_grid(settings), trained
     if len(grid) == 3 and (settings["causal"] or len(trained) == 2):  # the time axis can't be rescaled, or is new
         trained = grid[0], *trained[-2:]
     if trained == grid or max(trained) == 1:
@@ -159,7 +159,7 @@ def _describe_grids(trained: tuple[int, ...] | None, settings: dict[str, Any], *
     if frames and height != width:  # --reference of `train video` is square
         return None
     reference = "x".join([*(str(number * settings["tubelet"]) for number in frames), show_size(height, width)])
-    trained_text, grid_text = ("×".join(map(str, each)) for each in (trained, grid))
+    trained_text, grid_text = ("×".join(map(str, each)) for each in (recorded, grid))
     given = settings["reference"]
     ours = f"--reference {given} maps positions onto" if given else "this training has"
     return (
@@ -266,11 +266,14 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
         return f"it was trained with {given}, and this training has {ours}: pass {remedy}, or leave out --weights"
     if trained and now and len(trained.get("classes", ())) != len(now.get("classes", ())):
         return f"pass data with its {len(trained['classes'])} classes, or leave out --weights"
-    shared = [name for name in options if name in before and name in settings]
-    differ = {name: before[name] for name in shared if before[name] != settings[name]}
+    differ = _list_other_values(before, settings, options)
     models = [_part_of(each, "model").get("model", "") for each in (before, settings)]  # names of timm models
     if models[1] and not before:
         return "pass --model NAME, the architecture of these weights, or leave out --weights"
+    ratios = [_part_of(each, "model").get("mlp_ratio", 4.0) for each in (before, settings)]
+    if before and settings and not any(models) and ratios[0] != ratios[1]:
+        mlp = "these weights have an MLP ratio of {:g}, and this command only builds models with {:g}".format(*ratios)
+        return f"leave it out, because {mlp}"
     if models[0] == models[1]:
         differ.pop("model", None)
     else:
@@ -282,6 +285,20 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
         known = [_as_option(name) for name in SIZES if name in options]
         return f"pass that model's {', '.join(known) or 'options'}, or leave out --weights"
     return f"pass {' '.join(_as_option(name, value) for name, value in named.items())}"
+
+
+def _advise_table(before: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Return advice on how to start from weights whose position table has a different size."""
+    differ = _list_other_values(before, settings, ("frames", "size"))
+    remedy = " ".join(_as_option(name, value) for name, value in differ.items())
+    return f"pass {remedy or 'the --size that it was trained at'}, or an --encoding other than learned"
+
+
+def _list_other_values(before: dict[str, Any], settings: dict[str, Any], options: Collection[str]) -> dict[str, Any]:
+    """Return the options whose values differ, with their values in ``before``."""
+    shared = [name for name in options if name in before and name in settings]
+    # The size is a string in runs on images, and an integer in runs on videos.
+    return {name: before[name] for name in shared if str(before[name]) != str(settings[name])}
 
 
 def _as_option(name: str, value: Any = True) -> str:

@@ -611,6 +611,40 @@ def test_a_position_table_of_another_size_names_the_size(tmp_path):
         start_from(LrpeVideoTransformer(img_size=8, tubelet_size=2, **options), tmp_path / "image.pt")
 
 
+@needs_decoder
+def test_run_weights_that_do_not_fit_name_a_remedy_that_works(footage, tmp_path, capsys):
+    """Save weights with the settings of image runs and video runs, as `train` exports them."""
+    options = {"patch_size": 4, "embed_dim": 48, "depth": 1, "num_heads": 2, "class_token": False, "global_pool": "avg"}
+    options["num_classes"] = 2
+
+    def save(vit, **settings):
+        about = {"settings": json.dumps(settings)}
+        safetensors.torch.save_file(vit.state_dict(), tmp_path / "run.safetensors", about)
+        return {"weights": str(tmp_path / "run.safetensors"), "steps": 1, "test_size": 0, "test_frames": 0}
+
+    sizes = {"patch": 4, "dim": 48, "depth": 1, "heads": 2, "qk_norm": False}
+    table = LrpeVisionTransformer(img_size=16, absolute="learned", **options)
+    start = save(table, size="16", encoding="learned", **sizes)
+    with pytest.raises(typer.BadParameter, match="safetensors: pass --size 16, or an --encoding other than learned"):
+        train_once(footage, tmp_path / "a", **start, encoding="learned")
+    train_once(footage, tmp_path / "a", **start, encoding="learned", size=16)
+    capsys.readouterr()
+    train_once(footage, tmp_path / "b", **start, encoding="rotate")
+    assert "run.safetensors was trained with 4×4 patches; this training has 4×2×2. " in capsys.readouterr().err
+
+    clips = LrpeVideoTransformer(img_size=16, num_frames=8, tubelet_size=1, absolute="learned", **options)
+    start = save(clips, size=16, frames=8, tubelet=1, causal=False, reference="", encoding="learned", **sizes)
+    with pytest.raises(typer.BadParameter, match="pass --frames 8 --size 16, or an --encoding other than learned"):
+        train_once(footage, tmp_path / "c", **start, encoding="learned")
+    train_once(footage, tmp_path / "c", **start, encoding="learned", size=16, frames=8)
+
+    narrow = LrpeVisionTransformer(img_size=8, mlp_ratio=2.0, **options)
+    start = save(narrow, model={"embed_dim": 48, "num_heads": 2, "mlp_ratio": 2.0})
+    message = "leave it out, because these weights have an MLP ratio of 2, and this command only builds models with 4"
+    with pytest.raises(typer.BadParameter, match=message):
+        train_once(footage, tmp_path / "d", **start, heads=3)
+
+
 def test_image_weights_of_a_run_that_shows_motion(tmp_path, capsys):
     options = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
     video = LrpeVideoTransformer(num_classes=2, tubelet_size=2, **options)
