@@ -204,7 +204,7 @@ ERRORS = {
         lambda: cosine(Q, K, omega=torch.rand(1, 16, 1), positions=Grid((3,)), out=(None, torch.zeros_like(K))),
         r"out\[1\]: expected shape \(2, 2, 3, 32\)",
     ),
-    "one for two": (lambda: call(Q, K, torch.zeros_like(K)), r"out: expected a pair \(for q, for k\), .* got 1 outputs"),
+    "one for two": (lambda: call(Q, K, torch.zeros_like(K)), r"out: expected a pair \(for q, for k\), .* got 1"),
     "no tensor": (lambda: call(Q, K, "cache"), "out: expected a tensor, or one for q and one for k, got str"),
     "in place": (lambda: call(Q, K, (None, K)), r"out\[1\]: expected memory that doesn't overlap k"),
     "over q": (lambda: call(Q, Q[:, :2], (None, Q[:, 1:3])), r"out\[1\]: expected memory that doesn't overlap q"),
