@@ -161,8 +161,8 @@ def draw_comparison(views: Sequence[View]) -> Figure:
             else:
                 image = _picture(where, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
                 pictures.append(where)
-            size = "×".join(map(str, view.layout.shape))
-            where.set_title(f"{_bold(view.subject.preset.name)}: {_variant_name(view, names)}, {size}")
+            parts = [_variant_name(view, names), "×".join(map(str, view.layout.shape)), *_head_name(view)]
+            where.set_title(f"{_bold(view.subject.preset.name)}: {', '.join(parts)}")
             _slices(slices, view, score, lowest)
             _wavelengths(waves, view, height - 0.8, columns=2)
         if image is not None:
@@ -299,7 +299,7 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     axis.spines[:].set_visible(False)
     frame = view.token[0] if len(layout.shape) == 3 else 0
     x, y = picture.first_columns[view.frames.index(frame)] + view.token[-1], picture.top + view.token[-2]
-    ring = axis.plot(x, y, "o", mfc="none", mec="white", mew=1.2, ms=8)[0]
+    ring = axis.plot(x, y, "o", mfc="none", mec="white", mew=1.2, ms=8, clip_on=False)[0]
     ring.set_path_effects([patheffects.Stroke(linewidth=2.6, foreground="black"), patheffects.Normal()])
     return image
 
@@ -313,7 +313,7 @@ def _slices(axis: Any, view: View, score: Tensor, lowest: float) -> None:
             distance, values = data.slice_through(view.layout, score, view.token, j)
             axis.plot(distance.tolist(), values.tolist(), line, lw=look.width, color=look.colour, label=f"along {name}")
     axis.axvline(0, color="black", lw=0.6, ls=":")
-    axis.xaxis.set_major_locator(MaxNLocator(9, integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     axis.set(xlabel="distance from the marked token, tokens", ylabel="similarity")
     axis.set_title(f"slices at the marked token, {view.default_variant[0]}")
     _limit_similarity(axis, lowest)
@@ -387,12 +387,18 @@ def _head_and_foot(figure: Figure, view: View) -> None:
         sizes = [view.reference] * made.num_axes if isinstance(view.reference, int) else view.reference
         parts += ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)]
     parts += [f"{layout.text} text token{'s' * (layout.text > 1)}"] if layout.text else []
-    parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
+    parts += _head_name(view)
     parts += ["phase set to 0"] if made.scheme.phase else []
     parts += ["frequencies before training"] if made.scheme.learned and view.subject.frequencies else []
     at: Any = {"x": 0.008, "ha": "left"}
     figure.suptitle("   ·   ".join([_bold(made.name), *parts]), fontsize=9, **at)
     figure.supxlabel(FOOT, fontsize=7, color="#444444", **at)
+
+
+def _head_name(view: View) -> list[str]:
+    """Return the drawn head and the number of heads as one part of a title, or no part if all heads are equal."""
+    made = view.subject.preset
+    return [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
 
 
 def _bold(name: str) -> str:

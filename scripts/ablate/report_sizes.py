@@ -31,6 +31,11 @@ def sizes(results: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(results["size"]))
 
 
+def name_axes(results: pd.DataFrame) -> str:
+    """Return what the numbers of a size stand for, such as "height x width"."""
+    return ("frames x " if sizes(results)[0].count("x") == 2 else "") + "height x width"
+
+
 def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
     """Return the largest number of seeds per variant, and a description: "3", or "1 to 3" if variants differ."""
     counts: Any = results.groupby(keys)["seed"].nunique()
@@ -202,8 +207,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     measure = task.measure.replace(", %", " in %")
     lines = [
         f"The tables list the {measure} on {' and '.join(settings['data'])}, {scheme}. Rows are sorted by the first "
-        "column, the training size. The models never saw the other sizes in training. Sizes are height x width. "
-        f"{describe_training(settings)}",
+        "column, the training size. The models never saw the other sizes in training. Sizes are "
+        f"{name_axes(results)}. {describe_training(settings)}",
         "",
     ]
     for positions, meaning in POSITIONS.items():
@@ -260,8 +265,9 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
                 set_title(axis, f"{attention}, {positions}", names, len(split[attention]) > 1)
                 axis.set_xticks(range(len(order)), order, fontsize=8, rotation=30)
         add_legend(figure)
+        text = f"{name_axes(results)} (dotted: in training)"
         for axis in axes[-1]:
-            axis.set_xlabel("height x width (dotted: in training)")
+            axis.set_xlabel(text.replace(" (", "\n(") if len(text) > 40 else text)
         spread = "\n(mean ± standard deviation)" if results.seed.nunique() > 1 else ""
         figure.supylabel(f"{task.measure}{spread}", fontsize=10)
         save(figure, path, dpi=120)

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.ticker import EngFormatter
 
 from ..common.markdown import PICTURES, table
-from ..common.plots import ENCODINGS, OKABE_ITO, STYLE, WIDTH, add_legend, plt, save
+from ..common.plots import ENCODINGS, OKABE_ITO, STYLE, WIDTH, add_legend, mix_with_white, plt, save
 from .linear_measure import WORKLOADS
 from .training_report import training, where
 
@@ -24,9 +24,10 @@ PEERS = ("bidirectional", "sana")  # prefixes of the peers' workloads
 UNUSUAL = ("width", "windows", "one-head")
 PASSES = {"forward": "forward", "backward": "backward", "backward_omega": "backward with ω"}
 MAPS = ("cosine", "rotate", "none")
-PEER_COLORS = {
-    "SDPA": "grey", "unfused, compiled": "vermilion", "fla chunk": "green", "fla fused_chunk": "sky",
-    "flash_bla": "purple", "diffusers": "green", "SanaWM": "green", "SanaWM, compiled": "vermilion",
+PEER_COLORS = {  # and the share of white
+    "SDPA": ("grey", 0.0), "unfused, compiled": ("vermilion", 0.0), "fla chunk": ("green", 0.0),
+    "fla fused_chunk": ("green", 0.6), "flash_bla": ("yellow", 0.0), "diffusers": ("sky", 0.0),
+    "SanaWM": ("purple", 0.0), "SanaWM, compiled": ("purple", 0.4),
 }  # fmt: skip
 EXCLUDED = {"features formed beforehand": "the activation", "angles formed beforehand": "the angles"}  # by note
 MEASURES = {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}
@@ -176,7 +177,7 @@ def group_works(works: Sequence[str]) -> list[list[str]]:
 
 def name_work(work: str) -> str:
     """Return the two-line label for a workload's bars."""
-    return work.replace("bidirectional", "full").replace("-", "\n", 1)
+    return work.replace("-", "\n", 1)
 
 
 def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
@@ -203,7 +204,7 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
             for i, kind in enumerate(kinds):
                 places = np.arange(len(works)) + 0.8 * ((i + 0.5) / len(kinds) - 0.5)
                 heights = [here.get((*kind, work), np.nan) for work in works]
-                axis.bar(places, heights, 0.8 / len(kinds), label=label(*kind), color=OKABE_ITO[color_of(*kind)])
+                axis.bar(places, heights, 0.8 / len(kinds), label=label(*kind), color=choose_color(*kind))
             axis.axhline(1, color="black", linestyle=":", linewidth=1)
             axis.set_title(which)
             axis.set_xticks(range(len(works)), [name_work(work) for work in works])
@@ -214,9 +215,10 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
     return True
 
 
-def color_of(impl: str, map: str) -> str:
+def choose_color(impl: str, map: str) -> str:
     """Return the colour of a series: the map's colour for lrpe-md, and the library's colour for others."""
-    return ENCODINGS[map] if impl == OURS else PEER_COLORS.get(impl, "purple")
+    name, share = (ENCODINGS[map], 0.0) if impl == OURS else PEER_COLORS[impl]
+    return mix_with_white(OKABE_ITO[name], share)
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
@@ -239,8 +241,10 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
                     of = of[of["mode"] == mode].sort_values("tokens")
                     text = f"{attention} attention, {map}{f', {mode}' if several else ''}"
                     line, marker = ("--", "s") if attention == "softmax" else ("-", "o")
+                    # Maps can be equally fast, so wide lines of the first map stay visible behind the other.
+                    look: Any = {"lw": 4, "ms": 7} if map == MAPS[0] else {"ms": 4}
                     color = OKABE_ITO[ENCODINGS[map]]
-                    axis.plot(of.tokens, of[measure], line, marker=marker, ms=4, label=text, color=color)
+                    axis.plot(of.tokens, of[measure], line, marker=marker, label=text, color=color, **look)
                 axis.set_xscale("log", base=2)
                 axis.set_yscale("log")
                 axis.set_title(f"{name}: {title}")

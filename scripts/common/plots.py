@@ -19,8 +19,8 @@ from lrpe_md.picture.dark import darken
 from lrpe_md.picture.figure import OKABE_ITO, STYLE
 
 __all__ = [
-    "OKABE_ITO", "SERIES", "STYLE", "WIDTH", "add_legend", "choose_colors", "choose_looks", "plt", "save",
-    "set_title", "split_series",
+    "OKABE_ITO", "SERIES", "STYLE", "WIDTH", "add_legend", "choose_colors", "choose_looks", "mix_with_white", "plt",
+    "save", "set_title", "split_series",
 ]  # fmt: skip
 
 WIDTH = 6.2  # inches: 9-point text is legible on a page and on a phone
@@ -90,11 +90,12 @@ def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
         line, marker = ("-", MARKERS[color]) if is_solid else VARIANTS.get(rest) or next(unknown)
         alike = [each for each in names if ":" in each and bases[each] == base]
         share = alike.index(name) / len(alike) if name in alike else 0.0
-        looks[name] = {"color": _mix_with_white(OKABE_ITO[color], 0.8 * share), "marker": marker, "linestyle": line}
+        looks[name] = {"color": mix_with_white(OKABE_ITO[color], 0.8 * share), "marker": marker, "linestyle": line}
     return looks
 
 
-def _mix_with_white(color: str, share: float) -> str:
+def mix_with_white(color: str, share: float) -> str:
+    """Return the colour with the given share of white, from 0 (unchanged) to 1 (white)."""
     red, green, blue = (share + (1 - share) * part for part in colors.to_rgb(color))
     return colors.to_hex((red, green, blue))
 

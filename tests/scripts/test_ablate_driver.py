@@ -313,6 +313,8 @@ def test_the_report_only_lists_what_was_measured():
     results = frame({("rotate", "8x8"): [90.0], ("rotate", "8x12"): [80.0]}).assign(peak_mib=np.nan, tokens=16)
     text = report_sizes.markdown(pd.concat([results, results.assign(positions="rescaled")]), config, "rotate")
     assert "Sizes are height x width." in text
+    clips = report_sizes.markdown(results.assign(size="8x48x48", positions="rescaled"), config, "rotate")
+    assert "Sizes are frames x height x width." in clips
     assert "peak memory" not in text
     assert "| rotate | softmax | 1,000 | 0.500 | 0.000 | 4.0 | 0.004 | 30 |" in text
     assert "The table lists each run. If an encoding's loss rises far more" in text

@@ -1,6 +1,7 @@
 """The report of linear attention from synthetic CSVs: tables and plots."""
 
 import itertools
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -64,6 +65,23 @@ def test_tables_and_plots(folder):
         assert 10_000 < (folder / name).stat().st_size < 300_000
         assert f"scripts/results/{name}" in text
     assert "made up, torch 0, commit 0123" in text
+
+
+def test_each_series_has_its_own_color():
+    rows = linear_report.read_linear(report.PAGES.parents[1] / "scripts" / "results")
+    series = linear_report.names(rows[rows.impl != "unfused"])
+    assert len({linear_report.choose_color(*one) for one in series}) == len(series)
+
+
+def test_maps_of_equal_speed_are_both_visible(folder):
+    rows, drawn = linear_report.read_scaling(folder), []
+    with mock.patch.object(linear_report, "save", lambda figure, path: drawn.append(figure)):
+        assert linear_report.plot_scaling(rows, folder / linear_report.LINES)
+    lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
+    below, above = lines["linear attention, cosine"], lines["linear attention, rotate"]
+    assert below.get_ydata().tolist() == above.get_ydata().tolist()
+    assert below.get_linewidth() > above.get_linewidth()
+    assert below.get_markersize() > above.get_markersize()
 
 
 def test_last_row_of_a_measurement_counts(tmp_path):

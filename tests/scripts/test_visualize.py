@@ -1,5 +1,6 @@
 """scripts.visualize: every figure, and a comparison of the numbers in the panels with plain Python loops."""
 
+import itertools
 import json
 import math
 import re
@@ -146,6 +147,29 @@ def bold_titles(encodings):
 def test_a_comparison_takes_titles():
     encodings = {f"base {base}": lrpe_md.RotateMd(16, 2, base=base) for base in (10, 100)}
     assert bold_titles(encodings) == [r"$\mathbf{base\ 10}$", r"$\mathbf{base\ 100}$"]
+
+
+def test_a_comparison_names_the_head():
+    encodings = [lrpe_md.RotateMd(16, 2, frequencies="mixed", num_heads=3), lrpe_md.RotateMd(16, 2)]
+    titles = [axis.get_title() for axis in lrpe_md.show(encodings, (4, 6)).axes if "RotateMd" in axis.get_title()]
+    assert titles[0].endswith(", 4×6, head 0 (3 heads)")
+    assert titles[1].endswith(", 4×6")
+
+
+def test_the_ring_is_complete_at_the_border():
+    figure = lrpe_md.show(["dinov3"], (4, 6), token=(0, 0))
+    [ring] = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert not ring.get_clip_on()
+
+
+def test_distances_in_slices_do_not_overlap():
+    figure = lrpe_md.show(["dinov3"], (16, 24), token=(0, 23))
+    figure.draw_without_rendering()
+    low, high = figure.axes[1].get_xlim()
+    shown = [text for text in figure.axes[1].get_xticklabels() if low <= text.get_position()[0] <= high]
+    boxes = [text.get_window_extent() for text in shown]
+    gap = 4 * figure.dpi / 72  # points
+    assert all(left.x1 + gap < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_a_model_is_drawn_with_its_encoding():
