@@ -31,6 +31,11 @@ def sizes(results: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(results["size"]))
 
 
+def name_axes(size: str) -> str:
+    """Return what the numbers in a size mean. Sizes of videos start with the number of frames."""
+    return "frames x height x width" if size.count("x") == 2 else "height x width"
+
+
 def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
     """Return the largest number of seeds per variant, and a description: "3", or "1 to 3" if variants differ."""
     counts: Any = results.groupby(keys)["seed"].nunique()
@@ -128,6 +133,8 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     def speed(value: float) -> str:
         return cell(value, ".2f" if value >= 0.1 else ".2g")
 
+    # Runs with a time budget train one at a time.
+    timed = "counted_seconds" in runs and runs.counted_seconds.notna().any()
     columns: dict[str, list[str]] = {}
     for key in ranking:
         row: Any = found.loc[key]
@@ -136,7 +143,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             "ms per step": cell(row.step_ms, ".1f"), "million tokens per second": speed(row.tokens / row.step_ms / 1e3),
             "peak memory, GiB": cell(row.peak_mib / 1024, ".2f"), "s per training": cell(row.train_seconds, ".0f"),
         }  # fmt: skip
-        if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # runs with a time budget
+        if timed:
             of = groups.get_group(key)
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
             cells |= {"steps": f"{of.steps.median():,.0f}", "seconds counted": f"{least:.1f} to {most:.1f}"}
@@ -149,6 +156,8 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     if RISE in columns:
         text += "" if single else ", and the largest rise in training loss in any run"
         text += ". If an encoding's loss rises far more than the others', its learning rate was too high"
+    if "ms per step" in columns and not timed:
+        text += ". Several runs may have shared the machine, so don't compare times between rows"
     rows = [[*key, *(cells[i] for cells in columns.values())] for i, key in enumerate(ranking)]
     return [f"{text}.", "", *table([*KEYS, *columns], rows, len(KEYS))]
 
@@ -202,8 +211,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     measure = task.measure.replace(", %", " in %")
     lines = [
         f"The tables list the {measure} on {' and '.join(settings['data'])}, {scheme}. Rows are sorted by the first "
-        "column, the training size. The models never saw the other sizes in training. Sizes are height x width. "
-        f"{describe_training(settings)}",
+        "column, the training size. The models never saw the other sizes in training. Sizes are "
+        f"{name_axes(trained['size'].iloc[0])}. {describe_training(settings)}",
         "",
     ]
     for positions, meaning in POSITIONS.items():
@@ -260,8 +269,10 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
                 set_title(axis, f"{attention}, {positions}", names, len(split[attention]) > 1)
                 axis.set_xticks(range(len(order)), order, fontsize=8, rotation=30)
         add_legend(figure)
+        meaning = name_axes(ticks[0])
+        separator = "\n" if meaning.startswith("frames") else " "  # long labels of two columns would overlap
         for axis in axes[-1]:
-            axis.set_xlabel("height x width (dotted: in training)")
+            axis.set_xlabel(f"{meaning}{separator}(dotted: in training)")
         spread = "\n(mean ± standard deviation)" if results.seed.nunique() > 1 else ""
         figure.supylabel(f"{task.measure}{spread}", fontsize=10)
         save(figure, path, dpi=120)
