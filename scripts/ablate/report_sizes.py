@@ -212,7 +212,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     lines = [
         f"The tables list the {measure} on {' and '.join(settings['data'])}, {scheme}. Rows are sorted by the first "
         "column, the training size. The models never saw the other sizes in training. Sizes are "
-        f"{name_axes(trained['size'].iloc[0])}. {describe_training(settings)}",
+        f"{name_axes(sizes(results)[0])}. {describe_training(settings)}",
         "",
     ]
     for positions, meaning in POSITIONS.items():
