@@ -133,6 +133,8 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     def speed(value: float) -> str:
         return cell(value, ".2f" if value >= 0.1 else ".2g")
 
+    # Runs with a time budget train one at a time.
+    timed = "counted_seconds" in runs and runs.counted_seconds.notna().any()
     columns: dict[str, list[str]] = {}
     for key in ranking:
         row: Any = found.loc[key]
@@ -141,7 +143,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             "ms per step": cell(row.step_ms, ".1f"), "million tokens per second": speed(row.tokens / row.step_ms / 1e3),
             "peak memory, GiB": cell(row.peak_mib / 1024, ".2f"), "s per training": cell(row.train_seconds, ".0f"),
         }  # fmt: skip
-        if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # runs with a time budget
+        if timed:
             of = groups.get_group(key)
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
             cells |= {"steps": f"{of.steps.median():,.0f}", "seconds counted": f"{least:.1f} to {most:.1f}"}
@@ -154,6 +156,8 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     if RISE in columns:
         text += "" if single else ", and the largest rise in training loss in any run"
         text += ". If an encoding's loss rises far more than the others', its learning rate was too high"
+    if "ms per step" in columns and not timed:
+        text += ". Several runs may have shared the machine, so don't compare times between rows"
     rows = [[*key, *(cells[i] for cells in columns.values())] for i, key in enumerate(ranking)]
     return [f"{text}.", "", *table([*KEYS, *columns], rows, len(KEYS))]
 

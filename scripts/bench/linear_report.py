@@ -14,6 +14,8 @@ from matplotlib.ticker import EngFormatter
 from ..common.markdown import PICTURES, table
 from ..common.plots import ENCODINGS, OKABE_ITO, STYLE, WIDTH, add_legend, mix_with_white, plt, save
 from .linear_measure import WORKLOADS
+from .linear_peers import SANA, SANA_WORKLOADS
+from .linear_scaling import TOKENS_A_STEP
 from .training_report import training, where
 
 LINEAR, SCALING, TRAINING = "benchmark-linear.csv", "linear-scaling.csv", "linear-training.csv"
@@ -68,8 +70,8 @@ def describe_workloads(works: Sequence[str]) -> list[str]:
     head = ["workload", "grid", "prefix tokens", "batch", "heads", "head_dim", "activation", "denominator", "mask"]
     found = []
     for name in works:
-        if name in WORKLOADS:
-            w = WORKLOADS[name]
+        w = SANA if name in SANA_WORKLOADS else WORKLOADS.get(name)
+        if w is not None:
             sizes = (w.prefix, w.batch, w.heads[0], w.head_dim)
             cells = (*map(str, sizes), w.act, w.normalizer, w.mask)
             found.append([f"**{name}**", " × ".join(map(str, w.shape)), *cells])
@@ -94,10 +96,11 @@ def linear_table(rows: Any) -> str:
     if not len(measured):
         return ""
     works = list(dict.fromkeys(measured.workload))
+    module = "sana-module includes the norms and projections of SANA-Video's attention. " * ("sana-module" in works)
     lines = [
         "**Linear attention.** The tables list speeds as shares of a copy's speed, with milliseconds in brackets. The "
         "forward pass must move 4·BHND elements, and the backward pass 7·BHND. Times are medians in bfloat16 with a "
-        f"cold L2 cache. {excluded(measured)}{where(measured)}.",
+        f"cold L2 cache. {module}{excluded(measured)}{where(measured)}.",
         "",
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
@@ -125,10 +128,13 @@ def scaling_table(rows: Any) -> str:
     if not len(rows) or not rows.ms.notna().any():
         return ""
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
+    several = rows["mode"].nunique() > 1
+    mode = "" if several else {"eager": ", in eager mode"}.get(rows["mode"].iloc[0], ", compiled")
     lines = [
         "**Training steps by number of tokens.** The table lists throughput in thousands of tokens per second, and "
-        "peak memory in GiB. The backbones have four blocks of width 768 and run in bfloat16. Each step runs "
-        f"the forward and backward passes and the optimiser. {where(rows)}.",
+        "peak memory in GiB. The backbones have four blocks of width 768 and run in bfloat16. A batch has "
+        f"{TOKENS_A_STEP:,} tokens, or one sample if it is longer, so shorter samples need the same memory. "
+        f"Each step runs the forward and backward passes and the optimiser{mode}. {where(rows)}.",
         "",
         f"![Throughput and memory by number of tokens]({PICTURES}/{LINES})",
         "",
@@ -141,7 +147,6 @@ def scaling_table(rows: Any) -> str:
             of = of[(of["map"] == map) & (of["mode"] == mode)]
             cells.append("".join(scaling_cell(row) for row in of.itertuples()))
         found.append([name, f"{tokens:,}", *cells])
-    several = len({mode for _, _, mode in kinds}) > 1
     head = [f"{attention} {map}{f', {mode}' if several else ''}" for attention, map, mode in kinds]
     return "\n".join([*lines, *table(["", "tokens", *head], found)])
 

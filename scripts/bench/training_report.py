@@ -156,7 +156,9 @@ def adapted(file: Path) -> str:
             stock, ours = part.loc["stock"], part.loc["adapted"]
             cells.append(f"{stock.ms_p50:.1f} ms ({time_and_memory(ours)}){marks(ours, rows)}")
         found.append([model, *cells])
-    return "\n".join(lines + table(["", *modes], found))
+    return "\n".join(
+        lines + table(["", *("eager inference" if mode == "inference" else mode for mode in modes)], found)
+    )
 
 
 def speed_and_memory(row: Any) -> str:

@@ -319,7 +319,7 @@ def test_losses_at_other_sizes_are_measured():
     rotate, sincos = (
         mean_loss_of_accuracy("video", name, "softmax", "8x48x48", "16x48x48") for name in ("rotate", "sincos")
     )
-    assert f"it then loses {rotate} points with softmax attention, and a sine-cosine table {sincos}." in text
+    assert f"it loses {rotate} points on clips with twice the frames, and a sine-cosine table {sincos}." in text
     rotate, sincos = (mean_loss_of_accuracy("digits", name, "softmax", "8x8", "16x16") for name in ("rotate", "sincos"))
     assert f"rotation {rotate} points and a sine-cosine table {sincos}." in text
 

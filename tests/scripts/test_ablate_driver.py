@@ -191,6 +191,7 @@ def test_times_of_resumed_runs_are_left_out(tmp_path: Path):
     assert np.isnan(found.train_seconds[1])
     text = "\n".join(report_sizes.summarize_trainings(found, [("rotate", "softmax")]))
     assert "| s per training | steps | seconds counted |" in text
+    assert "don't compare times" not in text  # runs with a time budget train one at a time
     assert "| 3 | 9 | 1.0 to 1.0 |" in text
 
 
@@ -313,6 +314,7 @@ def test_the_report_only_lists_what_was_measured():
     results = frame({("rotate", "8x8"): [90.0], ("rotate", "8x12"): [80.0]}).assign(peak_mib=np.nan, tokens=16)
     text = report_sizes.markdown(pd.concat([results, results.assign(positions="rescaled")]), config, "rotate")
     assert "Sizes are height x width." in text
+    assert "so don't compare times between rows." in text
     clips = report_sizes.markdown(results.assign(size="8x48x48", positions="rescaled"), config, "rotate")
     assert "Sizes are frames x height x width." in clips
     assert "peak memory" not in text
@@ -376,6 +378,10 @@ def test_kinds_of_attention_with_one_encoding_share_a_row(tmp_path, monkeypatch)
     axes = figures[0].axes
     assert [axis.get_title() for axis in axes] == ["rotate, extrapolated", "rotate, rescaled"]
     assert axes[0].get_legend_handles_labels()[1] == kinds
+    assert axes[0].get_xlabel() == "height x width (dotted: in training)"
+    clips = pd.DataFrame(rows).assign(size=lambda frame: "8x" + frame["size"])
+    report_sizes.plot_sizes(clips, config, tmp_path / "sizes.png")
+    assert figures[1].axes[0].get_xlabel() == "frames x height x width\n(dotted: in training)"
 
 
 def test_the_baseline_must_be_trained(images, tmp_path):

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from lrpe_md.scripts.bench import norm
+from lrpe_md.scripts.bench import norm, report
 from lrpe_md.scripts.bench.app import COMMANDS, app, with_smoke
 from typer.testing import CliRunner
 
@@ -83,3 +83,16 @@ def test_wrong_names_are_refused(args, tmp_path):
     assert done.exit_code != 0
     assert args[1] in done.output
     assert not (tmp_path / "norm.csv").exists()
+
+
+def test_report_states_the_sizes():
+    """The text above the tables describes all workloads."""
+    text = report.PIVOTS["benchmark-norm.csv"].text
+    for name, sizes in {"wan": "21 × 30 × 52", "flux": "64 × 64", "qwen3": "8,192"}.items():
+        case = norm.WORKLOADS[name]
+        assert " × ".join(f"{n:,}" for n in case.shape) == sizes
+        assert name in text
+        assert sizes in text
+        assert f"{case.heads[0]} " in text
+    assert list(norm.WORKLOADS) == ["wan", "flux", "qwen3"]
+    assert {(case.batch, case.head_dim) for case in norm.WORKLOADS.values()} == {(1, 128)}

@@ -438,3 +438,15 @@ def test_presets_and_options_of_a_backbone():
     (module,) = (each for name, each in dit.build("wan:base=50").named_modules() if name == "encoding")
     assert module.preset.omega.max() == 1
     assert module.preset.omega[0, 1].max() == pytest.approx(50 ** (-1 / 12))
+
+
+def test_report_states_the_tokens_of_all_models():
+    """Every model in the CSVs of training steps has its tokens, which the report lists."""
+    for file in ("training.csv", "linear-training.csv", "adapted-training.csv", "backbones.csv"):
+        rows = pd.read_csv(RESULTS / file)
+        assert rows.tokens.notna().all(), file
+
+
+def test_report_says_that_inference_is_eager():
+    text = report.adapted(RESULTS / "adapted-training.csv")
+    assert "|  | eager | compiled | eager inference |" in text
