@@ -79,7 +79,7 @@ def explain_intervals(found: pd.DataFrame) -> str:
             "interval excludes zero. The intervals are not corrected for multiple comparisons: about one in "
             "twenty excludes zero by chance alone"
         )
-    if found["half"][pairs > 1].isna().any():
+    if (found["half"].isna() & (pairs > 1)).any():
         text += ". A difference that is the same for all seeds has no interval"
     if 2 in set(pairs):
         text += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"

@@ -455,7 +455,7 @@ def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
     rows = []
     for file in files:
         run = read_json(file)
-        same = {key: run[key] for key in COLUMNS} | {key: run[key] for key in ("test_bytes", "test_images") if key in run}
+        same = {key: run[key] for key in (*COLUMNS, "test_bytes", "test_images") if key in run or key in COLUMNS}
         if run.get("train_steps_timed", run["steps"]) != run["steps"]:  # only part of a resumed run was timed
             same["train_seconds"] = None
         for name, values in run["values"].items():
