@@ -97,7 +97,7 @@ def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any],
         if name not in free and here.get(name) != there.get(name)
     ]
     what = f"Different settings: {', '.join(changes) or 'none'}. Results are paired by seed"
-    text = f"**Difference from the runs in {against}.** {what}{explain_intervals(found['pairs'])}"
+    text = f"**Difference from the runs in {against}.** {what}{explain_intervals(found)}"
     return "\n".join([text, "", *table([*keys, *columns], rows, len(keys))])
 
 

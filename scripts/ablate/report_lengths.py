@@ -46,7 +46,7 @@ def _differences(whole: Any, baseline: str, lengths: list[int]) -> list[str]:
     found = subtract(whole[~is_base], whole[is_base], ["attention", "length"], ["name", "length"])
     if found.empty:
         return []
-    what = f"Results are paired by seed{explain_intervals(found['pairs'])}"
+    what = f"Results are paired by seed{explain_intervals(found)}"
     if whole.attention.nunique() > 1:
         what = f"Encodings are compared within the same kind of attention. {what}"
     rows = [

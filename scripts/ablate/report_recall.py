@@ -92,7 +92,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     for kind in KINDS:
         lines += [f"{NAMES[kind]}:", "", *_accuracies(results, kind)]
-    bold = ", in bold if the interval excludes zero" if seeds > 1 else ""
+    bold = ", in bold if the interval excludes zero. A difference that is the same for all seeds has no interval"
+    bold = bold if seeds > 1 else ""
     for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):

@@ -48,12 +48,15 @@ def subtract(results: Any, base: Any, common: list[str], keys: list[str], level:
 
     Returns:
         a row for each combination of ``keys``, with the mean difference over seeds, half the width of Student's
-        interval (NaN for one seed), and the number of pairs.
+        interval (NaN for one seed, or if all seeds have the same difference), and the number of pairs.
     """
     where = [*common, "seed"]
     paired = results.join(base.set_index(where)["value"].rename("base"), on=where, how="inner")
     groups = paired.assign(gap=paired.value - paired.base).groupby(keys, sort=False)["gap"]
     found = groups.agg(["mean", "std", "count"])
+    # Accuracies on few test images tie by chance. An interval of zero width would look like certainty.
+    rounding = 1e-6 * paired.value.abs().max()
+    found["std"] = found["std"].where(found["std"] > rounding)
     width = student.ppf((1 + level) / 2, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
     return pd.DataFrame({"mean": found["mean"], "half": width, "pairs": found["count"]})
 
@@ -72,15 +75,17 @@ def show_difference(row: Any, digits: int) -> str:
     return f"**{text}**" if abs(row["mean"]) > row["half"] else text
 
 
-def explain_intervals(pairs: Any) -> str:
-    """Explain the numbers of :func:`show_difference`, given the number of pairs of each."""
-    text = ""
-    if max(pairs) > 1:
+def explain_intervals(found: pd.DataFrame) -> str:
+    """Explain how :func:`show_difference` shows the rows of :func:`subtract`."""
+    pairs, text = found["pairs"], ""
+    if (pairs > 1).any():
         text += (
             ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
             "interval excludes zero. The intervals are not corrected for multiple comparisons: about one in "
             "twenty excludes zero by chance alone"
         )
+    if (found["half"].isna() & (pairs > 1)).any():
+        text += ". A difference that is the same for all seeds has no interval"
     if 2 in set(pairs):
         text += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
     return f"{text}."
@@ -198,6 +203,15 @@ def find_changes(settings: dict[str, Any]) -> list[str]:
     ]
 
 
+def describe_test_images(count: int) -> str:
+    """Return a sentence about how much an accuracy depends on the choice of test images."""
+    half, high = (100 * (part * (1 - part) / count) ** 0.5 for part in (0.5, 0.95))
+    return (
+        f"Accuracies are measured on {count:,} test images. The standard error from the choice of images is "
+        f"{half:.1f} at an accuracy of 50%, and {high:.1f} at 95%."
+    )
+
+
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
     """Render the tables, sorted by the result at the training size."""
     settings = config["settings"]
@@ -218,13 +232,13 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     for positions, meaning in POSITIONS.items():
         part: Any = results[results.positions == positions]
         lines += [f"{positions.capitalize()} positions {meaning}.", "", *_accuracy(part, ranking, digits)]
-    whole = [] if settings["training"].get("limit") else settings["data"]
-    shown = {*results.encoding, *whole}
-    notes = [note for about, note in task.notes.items() if about in shown]
+    notes = [note for encoding, note in task.notes.items() if encoding in set(results.encoding)]
+    if "test_images" in results:
+        notes.append(describe_test_images(results["test_images"].iloc[0]))
     lines += [" ".join(notes), ""] if notes else []
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:
         what = "Encodings are compared within the same kind of attention, and results are paired by seed"
-        what += explain_intervals([0, *difference(results, baseline)["pairs"]])
+        what += explain_intervals(difference(results, baseline))
         lines += [f"**Difference from {baseline}.** {what}", "", *_differences(results, ranking, baseline, digits)]
     lines += summarize_trainings(results, ranking)
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"

@@ -73,7 +73,7 @@ class Task:
         full: settings for the longer comparison, if there is one.
         data: default data.
         kept: files in a run's folder that the report needs.
-        notes: sentences to print below the tables. The keys are the encodings or data that the sentences are about.
+        notes: sentences to print below the tables. The keys are the encodings that the sentences are about.
     """
 
     config: type[Training]
@@ -152,7 +152,6 @@ TASKS = {
                 "Learned position tables are resampled to the image's grid for both kinds of positions, as in timm."
             ),
             "sincos": "The sin-cos table is only resampled for rescaled positions.",
-            "digits": "With 450 test images, the standard error is 1.0 at an accuracy of 95%.",
         },
     ),
     "image": Task(
@@ -456,7 +455,7 @@ def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
     rows = []
     for file in files:
         run = read_json(file)
-        same = {key: run[key] for key in COLUMNS} | {key: run[key] for key in ("test_bytes",) if key in run}
+        same = {key: run[key] for key in (*COLUMNS, "test_bytes", "test_images") if key in run or key in COLUMNS}
         if run.get("train_steps_timed", run["steps"]) != run["steps"]:  # only part of a resumed run was timed
             same["train_seconds"] = None
         for name, values in run["values"].items():

@@ -78,7 +78,7 @@ def test_shards_resume_and_report(images, tmp_path, started_trainings):
 
     results = pd.read_csv(out / "results.csv")
     assert len(results) == 2 * 2 * 2 * 3  # encodings, seeds, kinds of positions, sizes
-    assert set(ablate_tasks.COLUMNS) <= set(results)
+    assert {*ablate_tasks.COLUMNS, "test_images"} <= set(results)
     assert results.value.between(0, 100).all()
     table = (out / "table.md").read_text()
     assert table in second.output
@@ -208,6 +208,19 @@ def test_differences_are_paired_over_the_seeds():
     assert row["pairs"] == 5  # seed 5 has no partner
 
 
+def test_equal_differences_have_no_interval():
+    """Accuracies on few images tie. The differences here are 46 points, up to the rounding of float32."""
+    values = {("rotate", "28x28"): [98.0, 96.0], ("cosine", "28x28"): [52.000001907, 50.0]}
+    found = report_sizes.difference(frame(values), "rotate")
+    assert [report_sizes.show_difference(row, 1) for _, row in found.iterrows()] == ["-46.0"]
+    sentence = "A difference that is the same for all seeds has no interval."
+    assert sentence in report_sizes.explain_intervals(found)
+    values["cosine", "28x28"] = [52.0, 50.01]  # one of 10,000 images
+    found = report_sizes.difference(frame(values), "rotate")
+    assert [report_sizes.show_difference(row, 1) for _, row in found.iterrows()] == ["**-46.0 ± 0.1**"]
+    assert sentence not in report_sizes.explain_intervals(found)
+
+
 @pytest.mark.parametrize("task", ["image", "lm", "recall"])
 def test_a_report_against_another_folder(tmp_path, task):
     here, there = tmp_path / "here", tmp_path / "there"
@@ -312,6 +325,8 @@ def test_the_report_only_lists_what_was_measured():
     settings = {"task": "digits", "data": ["digits"], "training": training, "encodings": {"softmax": ["rotate"]}}
     config = {"settings": settings, "environments": [{"gpu": None, "cpu": "A CPU", "torch": "2.11", "commit": ""}]}
     results = frame({("rotate", "8x8"): [90.0], ("rotate", "8x12"): [80.0]}).assign(peak_mib=np.nan, tokens=16)
+    assert "test images" not in report_sizes.markdown(results, config, "rotate")  # results of earlier versions
+    results["test_images"] = 50
     text = report_sizes.markdown(pd.concat([results, results.assign(positions="rescaled")]), config, "rotate")
     assert "Sizes are height x width." in text
     assert "so don't compare times between rows." in text
@@ -320,7 +335,7 @@ def test_the_report_only_lists_what_was_measured():
     assert "peak memory" not in text
     assert "| rotate | softmax | 1,000 | 0.500 | 0.000 | 4.0 | 0.004 | 30 |" in text
     assert "The table lists each run. If an encoding's loss rises far more" in text
-    assert "With 450 test images" in text
+    assert "Accuracies are measured on 50 test images. The standard error from the choice of images is 7.1 at" in text
     assert "sin-cos" not in text
     assert "Learned position" not in text
     named = report_sizes.markdown(
@@ -329,8 +344,6 @@ def test_the_report_only_lists_what_was_measured():
         "rotate",
     )
     assert "The sin-cos table is only resampled" in named
-    training["limit"] = 64
-    assert "450" not in report_sizes.markdown(results, config, "rotate")
 
 
 def test_own_schemes_are_drawn_in_a_strong_colour():
