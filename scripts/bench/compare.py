@@ -77,8 +77,8 @@ def load(text: str, kind: Kind) -> Any:
     return rows.set_index(list(kind.key))[kind.value]
 
 
-def find_regressions(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.DataFrame:
-    """Find the rows of lrpe-md that are in both commits and whose value grew by more than the tolerance."""
+def find_changes(old: dict[str, str], new: dict[str, str]) -> pd.DataFrame:
+    """Find the rows of lrpe-md that are in both commits and whose value changed."""
     found: list[tuple[str, str, float, float]] = []
     for name in old.keys() & new.keys():
         kind = next((kind for pattern, kind in KINDS.items() if fnmatch(name, pattern)), None)
@@ -89,10 +89,15 @@ def find_regressions(old: dict[str, str], new: dict[str, str], tolerance: float)
             ours = dict(zip(kind.key, key, strict=True))
             if "lrpe-md" not in ours.get("peer", ours.get("impl", "lrpe-md")):
                 continue
-            if after[key] > (1 + tolerance) * before[key]:
+            if after[key] != before[key]:
                 row = ", ".join(str(part) for part in key if part)
                 found.append((name, row, float(before[key]), float(after[key])))
     return pd.DataFrame(sorted(found), columns=["file", "row", "before", "after"])
+
+
+def find_regressions(changes: pd.DataFrame, tolerance: float) -> pd.DataFrame:
+    """Select the changes whose value grew by more than the tolerance."""
+    return changes.query("after > (1 + @tolerance) * before")
 
 
 def main(
@@ -104,13 +109,19 @@ def main(
 ) -> None:
     """List lrpe-md's measurements that became slower between two commits, and exit with 1 if there are any."""
     try:
-        rows = find_regressions(read(old), read(new), tolerance)
+        changes = find_changes(read(old), read(new))
     except ValueError as error:
         raise typer.BadParameter(f"OLD, NEW: expected commits: {error}") from None
+    rows = find_regressions(changes, tolerance)
     table = Table("file", "measurement", "before", "after", "")
     for row in rows.itertuples():
         _, name, what, before, after = row
         table.add_row(name, what, f"{before:.4g}", f"{after:.4g}", f"{100 * after / before - 100:+.1f}%")
     console = Console()
-    console.print(table if len(rows) else f"Nothing is slower by more than {tolerance:.0%}.")
+    if len(rows):
+        console.print(table)
+    elif len(changes):
+        console.print(f"Measurements that changed: {len(changes)}. None is slower by more than {tolerance:.0%}.")
+    else:
+        console.print("Nothing to compare: no measurement was repeated on the same GPU.")
     raise typer.Exit(int(len(rows) > 0))

@@ -104,7 +104,7 @@ FIRST = {c.name: c for c in reversed(CASES)}
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FIRST)
 def test_in_float64(name, number):
     """Compare values and attention outputs with the original, run with float64 in place of float32."""
     case = FIRST[name]
@@ -182,7 +182,7 @@ def test_attention_between_video_and_audio():
 SEGMENTS = {name: c.segments for name, c in FIRST.items()}
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FIRST)
 @given(steps=st.lists(st.floats(-100, 100), min_size=4, max_size=4))
 @settings(deadline=None, max_examples=6)
 def test_scores_only_depend_on_relative_positions(name, steps):
@@ -200,7 +200,7 @@ def test_scores_only_depend_on_relative_positions(name, steps):
     assert (scores - unmoved).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FIRST)
 @given(data=st.data())
 @settings(deadline=None, max_examples=6)
 def test_a_shard_is_a_slice(name, data):
@@ -237,7 +237,7 @@ OF_ALL_HEADS = {  # with 32, 32, 32, 32 and 8 heads
 ROTATED = {"minimax_m3_vl": 78, "qwen3_5": 64, "minimax_h3": 96}  # number of rotated channels, if not all
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FIRST)
 def test_preset_fields(name):
     p = for_heads(name)
     scheme = p.scheme
@@ -285,7 +285,7 @@ def test_no_scheme_is_named_elsewhere():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FIRST)
 def test_presets_on_a_gpu(name):
     """The kernels are as close to float64 as the reference, for every preset in float32."""
     p = for_heads(name)
@@ -440,7 +440,7 @@ def test_scaling_per_axis():
     torch.testing.assert_close(ratio, p.amplitude.square().float().expand_as(ratio), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FIRST)
 def test_copies(name):
     p = for_heads(name)
     for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
@@ -537,7 +537,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FIRST)
 def test_options_have_an_effect_or_are_refused(name):
     """Options are never silently ignored."""
     plain = for_heads(name)

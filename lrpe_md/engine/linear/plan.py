@@ -50,6 +50,8 @@ class LinearTile(NamedTuple):
 # With the delta rule, states have at most 16,384 elements, and in one pass at most 8,192. With 128 registers, 4
 # programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4
 # warps would have too little work. Twice as many programs can then run at once.
+# Names of tiles: tokens, then SMALL (2 warps), WIDE (8 warps), TWO (8 warps, 2 stages), DEEP (4 stages), SHALLOW (2
+# stages) or FREE (no register limit).
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
