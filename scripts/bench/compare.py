@@ -97,7 +97,7 @@ def find_changes(old: dict[str, str], new: dict[str, str]) -> pd.DataFrame:
 
 def find_regressions(changes: pd.DataFrame, tolerance: float) -> pd.DataFrame:
     """Select the changes whose value grew by more than the tolerance."""
-    return changes.query("after > (1 + @tolerance) * before")
+    return changes.loc[changes["after"] > (1 + tolerance) * changes["before"], :]
 
 
 def main(
