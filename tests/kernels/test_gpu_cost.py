@@ -472,12 +472,7 @@ def small_inputs(map: str) -> Inputs:
     return on_gpu(Case(map, (14, 14), batch=1, heads=(12,), head_dim=64, dtype=torch.bfloat16))
 
 
-# These bounds allow less time than 1.75 and 1.5 of a raw launch did when the kernel had 80 arguments instead of 12. A
-# raw launch took 52 µs then, and takes 33 µs now.
-WITH_GRADIENT, DECODE = 2.25, 2.0
-
-
-@pytest.mark.parametrize(("requires_grad", "bound"), [(False, 1.5), (True, WITH_GRADIENT)], ids=["no grad", "grad"])
+@pytest.mark.parametrize(("requires_grad", "bound"), [(False, 1.5), (True, 1.75)], ids=["no grad", "grad"])
 @pytest.mark.parametrize("map", MAPS)
 def test_host_time_against_a_raw_launch(map, requires_grad, bound):
     inputs = small_inputs(map)
@@ -526,11 +521,11 @@ def test_host_time_of_a_decode_step(offset):
         for _ in range(REPEATS):  # keep the minimum, since noise only adds time
             ours, theirs = host_us(lambda: module(q, k, offset=at), raw)
             found.append((ours / theirs, ours, theirs))
-            if ours <= DECODE * theirs:
+            if ours <= 1.5 * theirs:
                 break
     ratio, ours, theirs = min(found)
     print(f"decode, offset {offset}: {ours:.1f} µs, {ratio:.2f} of a raw launch's {theirs:.1f}")
-    assert ratio <= DECODE, f"{ours:.1f} µs against {theirs:.1f}"
+    assert ratio <= 1.5, f"{ours:.1f} µs against {theirs:.1f}"
 
 
 # --- far elements ----------------------------------------------------------------------------------------------------
