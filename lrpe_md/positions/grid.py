@@ -460,6 +460,8 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
 
     An int is also moved to the device, so that a new value does not create a new layout.
     """
+    # Dynamo warns about caches, and represents dynamic sizes as ints.
+    cached = type(num_tokens) is int and not torch.compiler.is_compiling()
     if isinstance(offset, Tensor):
         if offset.ndim > 1 or offset.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -470,7 +472,7 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
             offset = offset.to(device, non_blocking=not offset.is_cuda)
         # A single offset applies to the whole batch.
         origin = offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1)
-        if type(offset) is not Tensor or type(num_tokens) is not int or torch.compiler.is_compiling():
+        if not cached or type(offset) is not Tensor:
             return Grid((num_tokens,), origin=origin)
         # The fields are valid, and checking them at every decode step would cost CPU time.
         grid = object.__new__(Grid)
@@ -479,8 +481,6 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise ValueError(f"offset: expected an int or an integer tensor of shape (B,), got {offset!r}")
     if offset == 0:
-        # Dynamo warns about caches, and represents dynamic sizes as ints.
-        cached = type(num_tokens) is int and not torch.compiler.is_compiling()
         return _from_zero(num_tokens) if cached else Grid((num_tokens,))
     return Grid((num_tokens,), origin=torch.full((1,), offset, dtype=torch.int64, device=device))
 

@@ -14,7 +14,7 @@ from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, plt, save
 from ..common.provenance import describe_environments
 from ..train.data.recall import KINDS, OFFSETS
-from .report_sizes import KEYS, count_seeds, describe_training, difference, sizes, summarize_trainings
+from .report_sizes import KEYS, NO_INTERVAL, count_seeds, describe_training, difference, sizes, summarize_trainings
 
 NAMES = {"by key": "Key lookups", "by place": "Place lookups"}  # by kind of question
 MEMORY = "add"  # other memories are compared with this one
@@ -92,8 +92,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     for kind in KINDS:
         lines += [f"{NAMES[kind]}:", "", *_accuracies(results, kind)]
-    bold = ", in bold if the interval excludes zero. A difference that is the same for all seeds has no interval"
-    bold = bold if seeds > 1 else ""
+    bold = f", in bold if the interval excludes zero. {NO_INTERVAL}" if seeds > 1 else ""
     for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):

@@ -18,6 +18,7 @@ from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
 RISE = "largest rise in loss"
+NO_INTERVAL = "A difference that is the same for all seeds has no interval"
 # Columns of results.csv that may be empty.
 SOURCES = {
     "final loss": "loss", RISE: "loss_rise", "ms per step": "step_ms", "million tokens per second": "step_ms",
@@ -85,7 +86,7 @@ def explain_intervals(found: pd.DataFrame) -> str:
             "twenty excludes zero by chance alone"
         )
     if (found["half"].isna() & (pairs > 1)).any():
-        text += ". A difference that is the same for all seeds has no interval"
+        text += f". {NO_INTERVAL}"
     if 2 in set(pairs):
         text += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
     return f"{text}."

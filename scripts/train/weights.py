@@ -73,10 +73,11 @@ def start_from(
             these cases, the model is unchanged.
     """
     found, before = _read(path)
+    settings = settings or {}
     digest, grid = digest_of(found), _find_trained_grid(before, found)
     is_image = getattr(found.get("patch_embed.proj.weight"), "ndim", 0) == 4
     own, in_file = model.state_dict(), {name: tuple(value.shape) for name, value in found.items()}
-    trained_pixels = None if before else _find_other_pixels(settings or {}, found)
+    trained_pixels = None if before else _find_other_pixels(settings, found)
     if trained_pixels:
         found = _convert_pixels(found, *trained_pixels)
     found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
@@ -99,9 +100,8 @@ def start_from(
     heads = _find_other_heads(before, _count_heads(model))
     if wrong or heads:
         details = f" ({'; '.join(sorted(wrong)[:3])})" if wrong else ""
-        advice = _advise(before, settings or {}, options, heads)
-        if all(each.startswith("pos_embed ") for each in wrong) and not heads:
-            advice = _advise_table(before, settings or {})
+        only_table = not heads and all(each.startswith("pos_embed ") for each in wrong)
+        advice = _advise_table(before, settings) if only_table else _advise(before, settings, options, heads)
         raise typer.BadParameter(f"--weights {path}: {advice}. The weights are for a different architecture{details}")
     model.load_state_dict(fits, strict=False)
     if PartialState().is_main_process:
@@ -114,9 +114,9 @@ def start_from(
             ours, trained = ((each or {}).get(name) for each in (settings, before))
             if None not in (ours, trained) and ours != trained:
                 typer.echo(f"{path} was trained with --{name} {trained}; this training uses {ours}", err=True)
-        if (said := _describe_grids(grid, settings or {}, is_run=bool(before))) is not None:
+        if (said := _describe_grids(grid, settings, is_run=bool(before))) is not None:
             typer.echo(f"{path} {said}", err=True)
-        if is_image and (settings or {}).get("motion"):
+        if is_image and settings.get("motion"):
             typer.echo(
                 f"{path} was trained on images; this training shows only motion. To train on plain frames, pass "
                 "--no-motion",
