@@ -15,8 +15,9 @@ from .engine.inductor.private import are_transforms_active, is_tracing, num_disp
 
 __all__ = [
     "a_or_an", "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of",
-    "check_reference", "count_axes", "describe_positions", "explain_unknown", "find_similar", "fleeting",
-    "invalid_positions", "is_finite_number", "is_real", "or_one", "repeat_over_layers", "split_pair", "suggest",
+    "check_precise", "check_reference", "count_axes", "describe_positions", "explain_unknown", "find_similar",
+    "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "repeat_over_layers", "show_value",
+    "split_pair", "suggest",
 ]  # fmt: skip
 
 
@@ -149,6 +150,20 @@ def is_finite_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def check_precise(name: str, dtype: torch.dtype, advice: str = "") -> None:
+    """Check that a dtype is precise enough for frequencies and positions."""
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}{advice}"
+        )
+
+
+def show_value(value: Any) -> str:
+    """Return a value for an error message, or only its type if its repr is long."""
+    text = repr(value)
+    return a_or_an(type(value).__name__) if isinstance(value, Tensor) or len(text) > 120 else text
+
+
 def check_dense(name: str, value: Any, form: str) -> None:
     """Check that a value is a dense, strided tensor. ``form`` describes the expected shape in the error."""
     if not isinstance(value, Tensor):
@@ -172,14 +187,14 @@ def check_at_least(least: int, **numbers: Any) -> None:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)) or number < least:
             kind = {0: "a non-negative integer", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
-            raise ValueError(f"{name}: expected {kind}, got {number!r}")
+            raise ValueError(f"{name}: expected {kind}, got {show_value(number)}")
 
 
 def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
     """Check that an option has one of the known values."""
     if value not in known:
         *others, last = map(repr, known)
-        raise ValueError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
+        raise ValueError(f"{name}: expected {', '.join(others)} or {last}, got {show_value(value)}")
 
 
 def repeat_over_layers(name: str, value: Any, depth: int, known: Sequence[Any]) -> tuple[Any, ...]:

@@ -11,7 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..checks import as_integer, can_read, count_axes, is_real, or_one
+from ..checks import (
+    as_integer,
+    can_read,
+    check_at_least,
+    check_dense,
+    check_precise,
+    count_axes,
+    is_real,
+    or_one,
+    show_value,
+)
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import explain_missing, find_positional
 from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy
@@ -120,13 +130,8 @@ class FrequencyModule(nn.Module):
         super().__init__()  # subclasses call __init__ last, because it needs their initial values
         check_act(act, dim)
         check_impl(impl)
-        for name, number in (("num_heads", num_heads), ("num_axes", num_axes)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {number}")
-        if dtype not in (torch.float32, torch.float64):
-            raise TypeError(
-                f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}"
-            )
+        check_at_least(1, num_heads=num_heads, num_axes=num_axes)
+        check_precise("dtype", dtype)
         if learnable not in (True, False, "raw"):
             raise ValueError(
                 f"learnable: expected True, False or 'raw' (learn theta, not its logarithm), got {learnable!r}"
@@ -509,7 +514,7 @@ class FrequencyModule(nn.Module):
             if found != self.num_axes:
                 own_rule = hasattr(self, "positions")
                 can_choose = "num_axes" in inspect.signature(type(self)).parameters
-                advice = f"; for positions on {count_axes(found)}, pass num_axes={found}" if can_choose else ""
+                advice = f"; build the module with num_axes={found}" if can_choose else ""
                 raise ValueError(
                     f"positions: expected the module's num_axes, {self.num_axes}, got {count_axes(found)}"
                     + ("; pass module.positions(..)" if own_rule else remedy(xs[0], where) or advice)
@@ -575,7 +580,8 @@ class SeriesModule(FrequencyModule):
         if not callable(frequencies) and frequencies not in ("axial", "mixed"):
             raise ValueError(
                 "frequencies: expected 'axial', 'mixed' or a function (channels, heads, seed) -> omega, "
-                f"got {frequencies!r}"
+                f"got {show_value(frequencies)}"
+                + ("; pass a function that returns this tensor" if isinstance(frequencies, Tensor) else "")
             )
         if axis_order not in AXIS_ORDERS:
             raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
@@ -591,12 +597,12 @@ class SeriesModule(FrequencyModule):
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):
             omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
-            expected = (self.num_channels, self.num_axes)
-            if omega.ndim != 3 or omega.shape[1:] != expected or omega.shape[0] not in (1, self.num_heads):
-                raise ValueError(
-                    f"frequencies: expected omega of shape ({or_one(self.num_heads)}, {expected[0]}, {expected[1]}), "
-                    f"got {tuple(omega.shape)}"
-                )
+            tail = (self.num_channels, self.num_axes)
+            form = f"({or_one(self.num_heads)}, {tail[0]}, {tail[1]})"
+            check_dense("frequencies", omega, form)
+            check_precise("frequencies", omega.dtype)
+            if omega.ndim != 3 or omega.shape[1:] != tail or omega.shape[0] not in (1, self.num_heads):
+                raise ValueError(f"frequencies: expected omega of shape {form}, got {tuple(omega.shape)}")
             return omega
         if self.frequencies == "mixed":
             generator = torch.Generator().manual_seed(self.seed)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_one_of
+from ..checks import check_at_least, check_one_of
 from ..engine.core.call import Act
 from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import as_state, run_encoded
@@ -100,8 +100,7 @@ class HeadDecay(nn.Module):
 
 
 def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) -> Tensor:
-    if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
-        raise ValueError(f"num_heads: expected a positive integer, got {num_heads!r}")
+    check_at_least(1, num_heads=num_heads)
     if isinstance(initial, Tensor):
         values = initial.detach().to("cpu", torch.float64)
         if values.shape != (num_heads,):

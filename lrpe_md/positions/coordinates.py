@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_dense, is_real
+from ..checks import as_integer, check_dense, check_precise, is_real
 from ..engine.inductor.private import are_transforms_active, assert_async, num_dispatch_modes
 
 __all__ = [
@@ -224,10 +224,8 @@ class Coordinates(Rules):
             TypeError: for a 16-bit dtype, which cannot tell distant tokens apart.
             ValueError: for integers above 2^24, because float32 cannot represent all of them.
         """
-        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 2):
-            raise TypeError(
-                f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}"
-            )
+        if dtype is not None:
+            check_precise("dtype", dtype)
         if dtype == torch.float32 and not (self.coords.is_floating_point() or self.coords.is_meta):
             check_reach(int(self.coords.abs().max()) if self.coords.numel() else 0)
         soon = not self.coords.is_cuda  # a copy to the CPU must finish before the values are used

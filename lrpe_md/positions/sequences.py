@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_offsets, describe_positions
+from ..checks import as_integer, check_at_least, check_offsets, check_precise, describe_positions
 from .coordinates import check_reach, larger
 from .grid import Coordinates, Grid, offset_positions
 
@@ -152,8 +152,7 @@ def compose(
             float32 cannot represent a position.
         TypeError: for an invalid segment or dtype.
     """
-    if dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}")
+    check_precise("dtype", dtype)
     if num_axes is not None:
         check_at_least(1, num_axes=num_axes)
     num_axes = _num_axes(segments, num_axes)

@@ -8,7 +8,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ..checks import is_finite_number
+from ..checks import is_finite_number, show_value
 
 __all__ = ["check_axis_numbers", "check_fields"]
 
@@ -23,7 +23,7 @@ def check_fields(value: Any) -> None:
     for field in fields(value):
         own, hint = getattr(value, field.name), hints[field.name]
         if not _fits(own, hint):
-            raise ValueError(f"{field.name}: expected {_say(hint)}, got {own!r}")
+            raise ValueError(f"{field.name}: expected {_say(hint)}, got {show_value(own)}")
 
 
 def check_axis_numbers(num_axes: int, **axes: Sequence[int] | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import count_axes, or_one
+from ..checks import check_precise, count_axes
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -44,7 +44,7 @@ class Axial:
     Args:
         split: each axis's share of the channels, slowest axis first.
         base: base of the series, or None if it has none.
-        series: function (num, base, num_heads) → theta (E,) or (H, E).
+        series: function (num, base, num_heads) → theta (num,) or (H, num).
         axis_order, axis_map: see :func:`lrpe_md.axial_omega`. With the map "head", ``split`` divides the heads instead
             of the channels.
         gaps: shares of the unrotated channels before, between and after the blocks, so one share more than there are
@@ -53,8 +53,8 @@ class Axial:
             them unrotated at the start or the end. "cut" excludes the last channels before pairs are formed. None
             requires an exact split.
         across_heads: whether to split the channels of all heads together among the axes, and then into heads.
-        scaling: function theta → (theta, amplitude), such as a ``lrpe_md.*_scaling`` with its arguments bound, or one
-            function per axis.
+        scaling: function theta → (theta, amplitude), such as a ``lrpe_md.frequencies.*_scaling`` with its arguments
+            bound, or one function per axis.
     """
 
     split: tuple[int, ...]
@@ -148,7 +148,8 @@ class Axial:
         thetas, amplitudes = [], []
         for section, scaling in zip(sections, scalings, strict=True):
             whole = self.by_head or one_series(self.axis_map)
-            theta = _call("series", self.series, laid if whole else max(section, 1), self.base, num_heads)
+            num = laid if whole else max(section, 1)
+            theta = _call("series", self.series, (num, self.base, num_heads), ((num,), (1, num), (num_heads, num)))
             theta, amplitude = (theta, 1.0) if scaling is None else apply_scaling(scaling, theta)
             thetas.append(theta)
             amplitudes.append(amplitude)
@@ -198,15 +199,12 @@ class Dense:
 
     def build(self, num_channels: int, num_heads: int, seed: int) -> tuple[Tensor, float]:
         generator = torch.Generator().manual_seed(seed)
-        omega = _call("omega", self.omega, num_channels, num_heads, self.base, generator)
-        if omega.ndim != 3 or omega.shape[0] not in (1, num_heads) or omega.shape[1:] != (num_channels, self.num_axes):
-            expected = f"({or_one(num_heads)}, {num_channels}, {self.num_axes})"
-            raise ValueError(f"omega: expected a function that returns {expected}, got {tuple(omega.shape)}")
-        return omega, 1.0
+        shapes = tuple((heads, num_channels, self.num_axes) for heads in (1, num_heads))
+        return _call("omega", self.omega, (num_channels, num_heads, self.base, generator), shapes), 1.0
 
 
-def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a scheme's function. Raise a clear error if a dict assigned the function to the wrong field."""
+def _call(name: str, function: Callable[..., Tensor], args: tuple[Any, ...], shapes: tuple[Any, ...]) -> Tensor:
+    """Call a scheme's function. Raise a clear error if it is in the wrong field, or returns a wrong shape or dtype."""
     try:
         found = function(*args)
     except TypeError as error:
@@ -215,6 +213,10 @@ def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
         raise TypeError(
             f"{name}: expected a function that returns a tensor, got {type(found).__name__} from {function}"
         )
+    check_precise(name, found.dtype)
+    if found.shape not in shapes:
+        expected = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name}: expected a function that returns {expected}, got {tuple(found.shape)}")
     return found
 
 

@@ -29,6 +29,11 @@ GRID_HINT = r"positions: expected .*, got [([]3, 4[)\]]; for a grid of this size
 PAIR = r"positions: expected a Grid, .*, got a list; .* pad\(..\) or pack\(..\), and for q and k, a tuple$"
 ODD = r"head_dim: expected an even number, got 7, because .*rotary_dim="
 
+
+def scheme_of(frequencies):
+    return PresetMd(lrpe_md.Scheme("x", 8, frequencies))
+
+
 BAD = {
     "shape product is not N": (ValueError, r"12 tokens.*3 x 5", lambda: cosine(x, omega=omega, positions=Grid((3, 5)))),
     "prefix is not counted": (ValueError, r"prefix 1", lambda: cosine(x, omega=omega, positions=Grid((3, 4), 1))),
@@ -203,8 +208,12 @@ BAD = {
         lambda: cosine(x, omega=omega.to("meta"), positions=grid),
     ),
     "coords on a different device": (
-        ValueError, r"coords on x's device",
+        ValueError, r"coords on x's device cpu, got meta; .* device=x.device \(pack, pad, compose\), .* \.to\(\)$",
         lambda: cosine(x, omega=omega, positions=torch.empty(12, 2, device="meta")),
+    ),
+    "fewer tokens on the grid": (
+        ValueError, r"3 x 3 \+ suffix 0 = 9; count tokens that are not on the grid in prefix= or suffix=$",
+        lambda: cosine(x, omega=omega, positions=Grid((3, 3))),
     ),
     "integer x": (TypeError, r"x: expected float16.*int64", lambda: cosine(x.long(), omega=omega, positions=grid)),
     "x of three dimensions": (
@@ -282,7 +291,7 @@ BAD = {
         TypeError, r"got list$", lambda: rotate(x, x, omega=pairs, positions=[[0, 0], [0, 1]]),
     ),
     "positions of a module on one axis": (
-        ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; .*, pass num_axes=1$",
+        ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; build the module with num_axes=1$",
         lambda: RotateMd(8, 2)(x, positions=Grid((12,))),
     ),
     "omega of a function with one axis": (
@@ -292,6 +301,45 @@ BAD = {
     "omega of a function with heads and one axis": (
         ValueError, r"frequencies: expected omega of shape \(3 or 1, 4, 2\), got \(1, 4, 1\)",
         lambda: RotateMd(8, 2, num_heads=3, frequencies=lambda channels, heads, seed: torch.zeros(1, channels, 1)),
+    ),
+    "omega of a function in 16 bits": (
+        TypeError, r"frequencies: expected float32 or float64 .*, got torch.bfloat16$",
+        lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: pairs.bfloat16()),
+    ),
+    "omega of a function as an array": (
+        TypeError, r"frequencies: expected a tensor of shape \(1, 4, 2\), got ndarray$",
+        lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: pairs.numpy()),
+    ),
+    "a tensor instead of a function": (
+        ValueError, r"frequencies: .*, got a Tensor; pass a function that returns this tensor$",
+        lambda: RotateMd(8, 2, frequencies=pairs),
+    ),
+    "theta of Rotate1d in 16 bits": (
+        TypeError, r"theta: expected float32 or float64 .*, got torch.float16$",
+        lambda: Rotate1d(8, theta=theta.half()),
+    ),
+    "a scheme's series in 16 bits": (
+        TypeError, r"series: expected float32 or float64 .*, got torch.bfloat16$",
+        lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.ones(num).bfloat16())),
+    ),
+    "a longer series of a scheme": (
+        ValueError, r"series: expected a function that returns \(2,\) or \(1, 2\), got \(3,\)$",
+        lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.ones(num + 1))),
+    ),
+    "a scheme's omega in 16 bits": (
+        TypeError, r"omega: expected float32 or float64 .*, got torch.float16$",
+        lambda: scheme_of(lrpe_md.Dense(2, lambda channels, heads, base, generator: pairs.half(), 10.0)),
+    ),
+    "a scheme's omega without heads": (
+        ValueError, r"omega: expected a function that returns \(1, 4, 2\), got \(4, 2\)$",
+        lambda: scheme_of(lrpe_md.Dense(2, lambda channels, heads, base, generator: pairs[0], 10.0)),
+    ),
+    "a tensor instead of a series": (
+        ValueError, r"series: expected a function, got a Tensor$", lambda: lrpe_md.Axial((1, 1), series=theta),
+    ),
+    "a scheme instead of head_dim": (
+        ValueError, r"head_dim: expected a positive integer, got a Scheme$",
+        lambda: RotateMd(lrpe_md.Scheme("x", 8, lrpe_md.Axial((1, 1)))),
     ),
     "coords of a different length": (
         ValueError, r"positions: expected 12 tokens", lambda: cosine(x, omega=omega, positions=torch.rand(11, 2)),

@@ -230,7 +230,7 @@ def test_other_heads_than_the_modules():
         text(torch.zeros(1, 3, 6, 8))
     with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 1, got 2 axes$"):
         text(X, positions=GRID)
-    with pytest.raises(ValueError, match=r"num_axes, 2, got 1 axis; for positions on 1 axis, pass num_axes=1$"):
+    with pytest.raises(ValueError, match=r"num_axes, 2, got 1 axis; build the module with num_axes=1$"):
         module(X, positions=Grid((6,)))
 
 

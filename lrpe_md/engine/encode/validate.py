@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...checks import as_integer, check_dense, fleeting, invalid_positions
+from ...checks import as_integer, check_dense, check_precise, fleeting, invalid_positions
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS, MAPS
@@ -39,6 +39,11 @@ __all__ = [
 
 ORDERS = get_args(Order)
 PAIRS = ("half", "interleaved")
+FSDP = (
+    ". If FSDP2's mixed precision cast it, first call fully_shard without param_dtype on the module that owns it. "
+    "With FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and add the module to ignored_modules if it "
+    "learns its frequencies"
+)
 WHOLE_PACK = "the whole result of lrpe_md.pack as positions (not only its first part)"
 
 
@@ -213,13 +218,7 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, 
 
 def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, ...], form: str) -> None:
     check_dense(name, t, form)
-    if t.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {t.dtype}. If "
-            "FSDP2's mixed precision cast it, first call fully_shard without param_dtype on the module that owns it. "
-            "With FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and add the module to ignored_modules if it "
-            "learns its frequencies"
-        )
+    check_precise(name, t.dtype, FSDP)
     if t.device != xs[0].device:
         raise ValueError(f"{name}: expected a tensor on x's device {xs[0].device}, got {t.device}")
     if t.ndim != 1 + len(tail) or tuple(t.shape[1:]) != tail:
@@ -267,6 +266,8 @@ def remedy(x: Tensor, positions: Any) -> str:
     num_tokens = coords.shape[-2] if isinstance(coords, Tensor) and coords.ndim > 1 else None
     if x.shape[1] == getattr(positions, "num_tokens", num_tokens) != x.shape[2]:
         return TRANSPOSE
+    if isinstance(positions, Grid) and positions.whole and positions.num_tokens < x.shape[2]:
+        return "; count tokens that are not on the grid in prefix= or suffix="
     return ""
 
 
@@ -300,7 +301,10 @@ def locate(positions: Any, x: Tensor) -> Place:
             )
         coords, rotated = coords[0], None if rotated is None else rotated[0]
     if coords.device != x.device:
-        raise ValueError(f"positions: expected coords on x's device {x.device}, got {coords.device}")
+        raise ValueError(
+            f"positions: expected coords on x's device {x.device}, got {coords.device}; build them with "
+            "device=x.device (pack, pad, compose), or move them with .to()"
+        )
     layout = Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ())
     return Place(layout, coords, rotated=rotated)
 
@@ -322,6 +326,8 @@ def _locate_grid(grid: Grid, x: Tensor) -> Place:
                 f"got {origin.shape[0]}"
             )
         if origin.device != x.device:
-            raise ValueError(f"positions: expected the origin on x's device {x.device}, got {origin.device}")
+            raise ValueError(
+                f"positions: expected the origin on x's device {x.device}, got {origin.device}; move it with .to()"
+            )
     layout = Layout(num_tokens, grid.prefix, grid.num_grid_tokens, grid.start, tuple(grid.shape))
     return Place(layout, origin=origin, affine=grid.affine(x.device))
