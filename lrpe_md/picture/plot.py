@@ -75,8 +75,10 @@ def show(
             does not support.
     """
     try:
+        from matplotlib import rc_context
+
         from .dark import darken
-        from .figure import draw, draw_comparison, make_view
+        from .figure import SAVED, draw, draw_comparison, make_view
     except ImportError as error:
         raise ImportError("show: needs matplotlib, pip install 'lrpe-md[plots]'") from error
     check_at_least(1, maps=maps)
@@ -89,7 +91,8 @@ def show(
         made = subject.preset
         if text and made.scheme.tokens is None:
             raise ValueError(
-                f"text: {made.name} has no rule for text tokens, got {text}; draw {made.name} without text="
+                f"text: {made.name} has no rule for text tokens, got {text}; draw {made.name} without text=, or pass a "
+                "Scheme with tokens="
             )
         _check_index("head", head, max(made.omega.shape[0], made.num_heads))
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
@@ -117,7 +120,8 @@ def show(
         darken(figure)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        with rc_context(SAVED):
+            figure.savefig(path, dpi=150)
     return figure
 
 
@@ -160,7 +164,8 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
         raise TypeError(
             "scheme: expected a name, a Scheme, a Preset, a module such as RotateMd, a model that stores it as "
-            f"model.encoding, or omega (H or 1, C, K), got {type(scheme).__name__}"
+            f"model.encoding, or omega (H or 1, C, K), got {type(scheme).__name__}; for a model with its own RoPE, pass "
+            "the name of its preset or its frequencies"
         )
     if head_dim is not None or num_heads is not None:
         raise ValueError(
