@@ -172,7 +172,7 @@ def draw_comparison(views: Sequence[View]) -> Figure:
             where.set_title("\n".join(lines).replace("\xa0", " "))
             for axis in slices:
                 _slices(axis, view, score, lowest)
-        _wavelengths(axes[:, -1], views, height - 0.9, columns=2)
+        _wavelengths(axes[:, -1].tolist(), views, height - 0.9, columns=2)
         if image is not None:
             # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
             _similarity_bar(figure, image, pictures, location="left", aspect=15 * len(pictures), panchor=False)
@@ -397,8 +397,9 @@ def _head_and_foot(figure: Figure, view: View) -> None:
     made, layout, omega = view.subject.preset, view.layout, view.omega(view.default_variant)
     used = [f"{name} {int(n)}" for name, n in zip(layout.names, (omega != 0).sum(0), strict=True) if n]
     dense = ((omega != 0).sum(-1) > 1).any()
+    has_pairs = made.scheme.map == "rotate" and made.name != "omega"  # the layout of a bare omega is unknown
     parts = [
-        made.scheme.map + (f" ({made.scheme.pairs})" if made.scheme.map == "rotate" else ""),
+        made.scheme.map + (f" ({made.scheme.pairs})" if has_pairs else ""),
         f"head_dim {made.head_dim}",
         f"{len(omega)} {_what(view)}s" + (", each along all axes" if dense else f": {', '.join(used)}"),
         *([] if view.subject.base is None else [f"base {_number(view.subject.base)}"]),

@@ -234,10 +234,11 @@ def test_text_before_a_grid_is_not_rotated_by_a_module():
     for drawn in (encoding, encoding.get_omega()):
         figure = lrpe_md.show(drawn, (4, 6), text=1, channels=[0])
         assert figure.get_suptitle().endswith("1 text token")
+        assert "interleaved" not in figure.get_suptitle()
         image = figure.subfigs[0].axes[0].images[0].get_array()
         assert image[0, 0] == 0
         assert image.mask[0, 1:].all()
-    with pytest.raises(ValueError, match="text: wan has no rule .*, got 1; draw wan without text=, or pass a Scheme with"):
+    with pytest.raises(ValueError, match=r"text: wan .*, got 1; draw wan without text=, or pass a Scheme with"):
         lrpe_md.show("wan", text=1)
 
 
@@ -745,6 +746,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "wan", "--compare"], "--compare: expected several presets, got one; pass --preset for each"),
     (["-p", "wan", "--map", "cosine"], "leave it out, because figures of presets also show the similarity for the"),
+    (["-p", "."], "expected a name or a file, got a folder, '.'; to plot a trained run, call lrpe_md.show(load_run("),
     (["-p", "rotate"], "--preset: 'rotate' is not a preset; to plot it, pass --frequencies axial"),
     (["wan"], "unexpected extra argument(s) (wan); to plot it, try: -p wan"),
     (["-p", "eva02", "--shape", "1x1"], "expected a grid on which eva02 rotates at least one channel, got 1x1"),
