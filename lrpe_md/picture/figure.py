@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -53,6 +55,7 @@ SMALL: Any = {
     **STYLE, "font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8, "legend.fontsize": 7.5, "axes.linewidth": 0.6,
     "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.framealpha": 0.8, "legend.edgecolor": "none",
 }  # fmt: skip
+SAVED: Any = {"pdf.fonttype": 42}  # publishers reject the default, Type 3 fonts
 LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
 ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue shows its sign
 FOOT = (
@@ -147,24 +150,29 @@ def draw(view: View) -> Figure:
 def draw_comparison(views: Sequence[View]) -> Figure:
     """Draw a row for each view, with similarity, slices and wavelengths. The caller must close the figure.
 
-    All rows share the scale of the similarity.
+    All rows share the scales of the similarity and the wavelengths. Sequences have no slices, which would repeat the
+    similarity.
     """
-    lowest, height = lowest_similarity(views, 1), 2.4
+    lowest, height = lowest_similarity(views, 1), 2.5
+    columns = 2 if all(len(view.layout.shape) == 1 for view in views) else 3
     with rc_context(SMALL):
         figure = Figure(figsize=(WIDTH, height * len(views) + 0.5), layout="constrained")
-        axes = figure.subplots(len(views), 3, squeeze=False, width_ratios=(1.3, 1, 1))
+        axes = figure.subplots(len(views), columns, squeeze=False, width_ratios=(1.3, 1, 1)[:columns])
         image, pictures = None, []
-        for view, (where, slices, waves) in zip(views, axes, strict=True):
+        for view, (where, *slices, _) in zip(views, axes, strict=True):
             names, score = view.scores()[0]
             if len(view.layout.shape) == 1:
                 _similarity_lines(where, view, lowest, variants=1)
             else:
                 image = _picture(where, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
                 pictures.append(where)
-            parts = [_variant_name(view, names), "×".join(map(str, view.layout.shape)), *_head_name(view)]
-            where.set_title(f"{_bold(view.subject.preset.name)}: {', '.join(parts)}")
-            _slices(slices, view, score, lowest)
-            _wavelengths(waves, view, height - 0.8, columns=2)
+            # A longer line would reach the bar. Lines break between parts only.
+            parts = [part.replace(" ", "\xa0") for part in (_variant_name(view, names), *_conditions(view))]
+            lines = [*map(_bold, textwrap.wrap(view.subject.preset.name, 40)), *textwrap.wrap(", ".join(parts), 56)]
+            where.set_title("\n".join(lines).replace("\xa0", " "))
+            for axis in slices:
+                _slices(axis, view, score, lowest)
+        _wavelengths(axes[:, -1].tolist(), views, height - 0.9, columns=2)
         if image is not None:
             # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
             _similarity_bar(figure, image, pictures, location="left", aspect=15 * len(pictures), panchor=False)
@@ -202,7 +210,7 @@ def _draw_grid(view: View, lowest: float) -> Figure:
 
     slices, waves = _panels(right, 1, 2)
     _slices(slices, view, scores[0][1], lowest)
-    _wavelengths(waves, view, heights[-1] - 0.8, 1 if beside else 2)
+    _wavelengths([waves], [view], heights[-1] - 0.8, 1 if beside else 2)
     _head_and_foot(figure, view)
     return figure
 
@@ -228,8 +236,8 @@ def _draw_sequence(view: View, lowest: float) -> Figure:
     _angle_bar(figure, image, [angle])
     _similarity_lines(score, view, lowest)
     score.set_title(f"similarity to token {view.token[0]} (dotted)")
-    score.legend(**LEGEND)
-    _wavelengths(wave, view, 2.2)
+    score.legend(**LEGEND, handlelength=1.2)
+    _wavelengths([wave], [view], 2.2)
     _head_and_foot(figure, view)
     return figure
 
@@ -320,10 +328,25 @@ def _slices(axis: Any, view: View, score: Tensor, lowest: float) -> None:
     axis.legend(**LEGEND, handlelength=2.6)
 
 
-def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None:
-    """Plot each channel's tokens per turn on the axes along which it rotates, with unrotated channels at the top.
+def _wavelengths(axes: Sequence[Any], views: Sequence[View], height: float, columns: int = 1) -> None:
+    """Plot the wavelengths of each view on one scale, with the legend above the data.
 
     ``height`` is the height of the axes in inches, and ``columns`` is the number of legend columns.
+    """
+    legends = [_plot_wavelengths(axis, view) for axis, view in zip(axes, views, strict=True)]
+    low = min(math.log10(axis.get_ylim()[0]) for axis in axes)
+    high = max(math.log10(axis.get_ylim()[1]) for axis in axes)
+    rows = -(-max(map(len, legends)) // columns)
+    options: Any = {**LEGEND, "loc": "upper left", "ncols": columns, "handletextpad": 0.4, "handlelength": 2.6}
+    for axis, handles in zip(axes, legends, strict=True):
+        axis.set_ylim(10**low, 10 ** (low + (high - low) / (1 - (0.08 + 0.16 * rows) / height)))
+        axis.legend(handles=handles, **options)
+
+
+def _plot_wavelengths(axis: Any, view: View) -> list[Any]:
+    """Plot each channel's tokens per turn on the axes along which it rotates, with unrotated channels at the top.
+
+    Return the handles of the legend.
     """
     layout, omega = view.layout, view.omega(view.default_variant)
     each, along = data.wavelengths(layout, omega)
@@ -347,8 +370,9 @@ def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None
     if ((omega != 0).sum(-1) > 1).any():
         handles += axis.plot(along.tolist(), "_", color="black", ms=5, label="along its direction")
     if any(data.aliased(layout, row) for row in omega):
-        axis.axhspan(float(each.min()) / 2, 2, color="0.9", lw=0, zorder=0)
-        handles.append(Patch(color="0.9", label="aliased, λ < 2"))
+        band: Any = {"color": OKABE_ITO["grey"], "alpha": 0.2, "lw": 0}
+        axis.axhspan(float(each.min()) / 2, 2, zorder=0, **band)
+        handles.append(Patch(label="aliased, λ < 2", **band))
     none = (omega == 0).all(-1).nonzero().flatten()
     if len(none):
         # Unrotated channels get a band above the axis.
@@ -359,10 +383,7 @@ def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None
     axis.set_yscale("log")
     axis.set(xlabel=_what(view), ylabel="wavelength λ, tokens", title="wavelengths and the grid")
     axis.title.set_y(1.04 if len(none) else 1.0)
-    low, high = (math.log10(y) for y in axis.get_ylim())
-    rows = -(-len(handles) // columns)
-    axis.set_ylim(10**low, 10 ** (low + (high - low) / (1 - (0.08 + 0.16 * rows) / height)))
-    axis.legend(handles=handles, **{**LEGEND, "loc": "upper left"}, ncols=columns, handletextpad=0.4, handlelength=2.6)
+    return handles
 
 
 def _angle_bar(figure: Any, image: Any, axes: list[Any]) -> None:
@@ -376,34 +397,38 @@ def _head_and_foot(figure: Figure, view: View) -> None:
     made, layout, omega = view.subject.preset, view.layout, view.omega(view.default_variant)
     used = [f"{name} {int(n)}" for name, n in zip(layout.names, (omega != 0).sum(0), strict=True) if n]
     dense = ((omega != 0).sum(-1) > 1).any()
+    has_pairs = made.scheme.map == "rotate" and made.name != "omega"  # the layout of a bare omega is unknown
     parts = [
-        made.scheme.map + (f" ({made.scheme.pairs})" if made.scheme.map == "rotate" else ""),
+        made.scheme.map + (f" ({made.scheme.pairs})" if has_pairs else ""),
         f"head_dim {made.head_dim}",
         f"{len(omega)} {_what(view)}s" + (", each along all axes" if dense else f": {', '.join(used)}"),
-        ("grid " if len(layout.shape) > 1 else "tokens ") + "×".join(map(str, layout.shape)),
+        *([] if view.subject.base is None else [f"base {_number(view.subject.base)}"]),
+        *_conditions(view),
     ]
-    parts[3:3] = [] if view.subject.base is None else [f"base {_number(view.subject.base)}"]
-    if view.reference is not None:
-        sizes = [view.reference] * made.num_axes if isinstance(view.reference, int) else view.reference
-        parts += ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)]
-    parts += [f"{layout.text} text token{'s' * (layout.text > 1)}"] if layout.text else []
-    parts += _head_name(view)
-    parts += ["phase set to 0"] if made.scheme.phase else []
-    parts += ["frequencies before training"] if made.scheme.learned and view.subject.frequencies else []
     at: Any = {"x": 0.008, "ha": "left"}
     figure.suptitle("   ·   ".join([_bold(made.name), *parts]), fontsize=9, **at)
     figure.supxlabel(FOOT, fontsize=7, color="#444444", **at)
 
 
-def _head_name(view: View) -> list[str]:
-    """Return the drawn head and the number of heads as one part of a title, or no part if all heads are equal."""
-    made = view.subject.preset
-    return [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
+def _conditions(view: View) -> list[str]:
+    """Return the parts of a title that state the grid, the text, the head, and what the scheme leaves open."""
+    made, layout = view.subject.preset, view.layout
+    parts = [("grid " if len(layout.shape) > 1 else "tokens ") + "×".join(map(str, layout.shape))]
+    if view.reference is not None:
+        sizes = [view.reference] * made.num_axes if isinstance(view.reference, int) else view.reference
+        parts += ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)]
+    parts += [f"{layout.text} text token{'s' * (layout.text > 1)}"] if layout.text else []
+    parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
+    parts += ["phase set to 0"] if made.scheme.phase else []
+    return parts + (["frequencies before training"] if made.scheme.learned and view.subject.frequencies else [])
 
 
 def _bold(name: str) -> str:
-    """Return a name in bold, as mathtext."""
-    name = name.replace("_", r"\_").replace("-", r"\text{-}").replace(" ", r"\ ")
+    """Return a name in bold, as mathtext. A name with formulas such as "$\\theta$" is already mathtext."""
+    if name.count("$") > 1:
+        return name
+    name = re.sub(r"[^\w\s.,:;=+*/()<>!?&|@\[\]]", lambda found: rf"\text{{\{found[0]}}}", name)
+    name = re.sub(r"\s+", r"\ ", name.replace("_", r"\_"))
     return rf"$\mathbf{{{name}}}$"
 
 

@@ -41,15 +41,16 @@ def show(
     """Plot an encoding's angles for a few channels, its similarity to one token, and its wavelengths.
 
     ``lrpe-md visualize`` draws the same figure. For a name or a scheme, the figure also shows the other map and axis
-    order. For a list of encodings, as with ``--compare``, the figure has a row per encoding, with the similarity (on
-    the same scale in all rows), slices through the similarity, and wavelengths.
+    order. For a list of encodings, as with ``--compare``, the figure has a row per encoding, with the similarity,
+    slices through it, and wavelengths. All rows have the same scales.
 
     Args:
         scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of :func:`lrpe_md.preset`,
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
             with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
-            rotate map. You can also pass a list of encodings, or a dict from titles to encodings. For a model, such as
-            one from :func:`lrpe_md.adapt`, ``model.encoding`` is drawn, with a row per layer if layers differ.
+            rotate map. You can also pass a list of encodings, or a dict from titles (which may contain mathtext) to
+            encodings. For a model, such as one from :func:`lrpe_md.adapt`, ``model.encoding`` is drawn, with a row per
+            layer if layers differ.
         shape: grid shape (N,), (H, W) or (T, H, W). The default depends on the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
@@ -75,8 +76,10 @@ def show(
             does not support.
     """
     try:
+        from matplotlib import rc_context
+
         from .dark import darken
-        from .figure import draw, draw_comparison, make_view
+        from .figure import SAVED, draw, draw_comparison, make_view
     except ImportError as error:
         raise ImportError("show: needs matplotlib, pip install 'lrpe-md[plots]'") from error
     check_at_least(1, maps=maps)
@@ -89,7 +92,8 @@ def show(
         made = subject.preset
         if text and made.scheme.tokens is None:
             raise ValueError(
-                f"text: {made.name} has no rule for text tokens, got {text}; draw {made.name} without text="
+                f"text: {made.name} has no rule for text tokens, got {text}; draw {made.name} without text=, or pass a "
+                "Scheme with tokens="
             )
         _check_index("head", head, max(made.omega.shape[0], made.num_heads))
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
@@ -117,7 +121,8 @@ def show(
         darken(figure)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        with rc_context(SAVED):
+            figure.savefig(path, dpi=150)
     return figure
 
 
@@ -160,7 +165,8 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
         raise TypeError(
             "scheme: expected a name, a Scheme, a Preset, a module such as RotateMd, a model that stores it as "
-            f"model.encoding, or omega (H or 1, C, K), got {type(scheme).__name__}"
+            f"model.encoding, or omega (H or 1, C, K), got {type(scheme).__name__}; for a model with its own RoPE, "
+            "pass the name of its preset or its frequencies"
         )
     if head_dim is not None or num_heads is not None:
         raise ValueError(

@@ -16,7 +16,9 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from lrpe_md.picture.dark import darken
-from lrpe_md.picture.figure import OKABE_ITO, STYLE
+from lrpe_md.picture.figure import OKABE_ITO, SAVED, STYLE
+
+matplotlib.rcParams.update(SAVED)
 
 __all__ = [
     "OKABE_ITO", "SERIES", "STYLE", "WIDTH", "add_legend", "choose_colors", "choose_looks", "mix_with_white", "plt",

@@ -306,6 +306,9 @@ def _find_schemes(wanted: Sequence[str]) -> dict[str, str | Scheme]:
         if value.lower().endswith(".json"):
             name, scheme = re.sub(r"[^\w.-]+", "-", Path(value).stem), _read_scheme(value)
         else:
+            if Path(value).is_dir() and value not in list_presets():
+                advice = f"to plot a trained run, call lrpe_md.show(load_run({value!r})) in Python; see docs/image.md"
+                raise typer.BadParameter(f"--preset: expected a name or a file, got a folder, {value!r}; {advice}")
             if value in MODULES:
                 raise typer.BadParameter(f"--preset: {value!r} is not a preset; to plot it, pass {MODULES[value]}")
             advice = "For your own scheme, pass --import MODULE or a JSON file."

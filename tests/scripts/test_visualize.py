@@ -12,6 +12,7 @@ import pytest
 import torch
 from lrpe_md.scripts.visualize import pictures as visualize
 from lrpe_md.scripts.visualize.app import app
+from matplotlib import mathtext
 from matplotlib import pyplot as plt
 from parametrizing import slow_except
 from torch import Tensor
@@ -124,9 +125,10 @@ def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
     assert len(similarity_limits(figure)) == 1
     titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
     assert [title for title in titles if title.startswith("$")] == [
-        r"$\mathbf{wan}$: rotate, either axis order (published), 9×18×28",
-        r"$\mathbf{dinov3}$: rotate, either axis order (published), 18×28", r"$\mathbf{pope}$: cosine (published), 64",
-    ]  # fmt: skip
+        "$\\mathbf{wan}$\nrotate, either axis order (published), grid 9×18×28",
+        "$\\mathbf{dinov3}$\nrotate, either axis order (published), grid 18×28",
+        "$\\mathbf{pope}$\ncosine (published), tokens 64, phase set to 0",
+    ]
     assert titles.count("wavelengths and the grid") == 3
     alone = lrpe_md.show("dinov3")
     maps = [
@@ -141,19 +143,62 @@ def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
 def bold_titles(encodings):
     """Return the title of each encoding in a comparison."""
     titles = [axis.get_title() for axis in lrpe_md.show(encodings, (4, 6)).axes]
-    return [title.split(":")[0] for title in titles if title.startswith("$")]
+    return [title.splitlines()[0] for title in titles if title.startswith("$")]
 
 
 def test_a_comparison_takes_titles():
     encodings = {f"base {base}": lrpe_md.RotateMd(16, 2, base=base) for base in (10, 100)}
     assert bold_titles(encodings) == [r"$\mathbf{base\ 10}$", r"$\mathbf{base\ 100}$"]
+    assert bold_titles({r"$\theta=10$": encodings["base 10"]}) == [r"$\theta=10$"]
+
+
+def test_titles_may_contain_any_character():
+    """Unless they are escaped, mathtext rejects or changes some characters."""
+    printable = "".join(map(chr, range(32, 127)))
+    for name in (printable, *"#$%\\^{}~", "a\nb"):
+        figure = lrpe_md.show({name: lrpe_md.RotateMd(16, 2)}, (4, 6))
+        title = figure.axes[0].get_title()
+        assert "\nb" not in title
+        mathtext.MathTextParser("path").parse(title.splitlines()[0])
+    assert bold_titles({"a^{b}": lrpe_md.RotateMd(16, 2)}) == [r"$\mathbf{a\text{\^}\text{\{}b\text{\}}}$"]
+
+
+def test_compared_wavelengths_share_a_scale():
+    def limits(*names: str) -> list[tuple[float, float]]:
+        axes = lrpe_md.show(list(names), (14, 14)).axes
+        return [axis.get_ylim() for axis in axes if axis.get_title() == "wavelengths and the grid"]
+
+    [one], [other], both = limits("eva02"), limits("rope_vit_axial"), limits("eva02", "rope_vit_axial")
+    assert one != other
+    assert both[0] == both[1] == (min(one[0], other[0]), pytest.approx(max(one[1], other[1]), rel=0.2))
+
+
+def test_a_comparison_of_sequences_has_no_slices():
+    titles = [axis.get_title() for axis in lrpe_md.show(["rope_1d", "pope"]).axes]
+    assert len(titles) == 4
+    assert not any("slices" in title for title in titles)
+
+
+def test_a_pdf_has_no_type_3_fonts(tmp_path: Path):
+    lrpe_md.show("rope_1d", path=tmp_path / "shown.pdf")
+    assert run("-p", "rope_1d", "--format", "pdf", "--out", str(tmp_path)).exit_code == 0
+    for name in ("shown", "rope_1d"):
+        content = (tmp_path / f"{name}.pdf").read_bytes()
+        assert b"/Subtype /CIDFontType2" in content
+        assert b"/Subtype /Type3" not in content
+
+
+def test_the_band_of_aliased_wavelengths_is_dark_on_a_dark_page():
+    axis = lrpe_md.show(["cogview4"], (14, 14), dark=True).axes[2]
+    [band] = axis.patches
+    assert band.get_alpha() == 0.2
 
 
 def test_a_comparison_names_the_head():
     encodings = [lrpe_md.RotateMd(16, 2, frequencies="mixed", num_heads=3), lrpe_md.RotateMd(16, 2)]
     titles = [axis.get_title() for axis in lrpe_md.show(encodings, (4, 6)).axes if "RotateMd" in axis.get_title()]
-    assert titles[0].endswith(", 4×6, head 0 (3 heads)")
-    assert titles[1].endswith(", 4×6")
+    assert titles[0].endswith(", grid 4×6, head 0 (3 heads)")
+    assert titles[1].endswith(", grid 4×6")
 
 
 def test_the_ring_is_complete_at_the_border():
@@ -175,7 +220,7 @@ def test_distances_in_slices_do_not_overlap():
 def test_a_model_is_drawn_with_its_encoding():
     encoding = lrpe_md.RotateMd(16, 2)
     model = torch.nn.Module()
-    with pytest.raises(TypeError, match=r"a model that stores it as model.encoding, or omega .*, got Module"):
+    with pytest.raises(TypeError, match=r"model.encoding, or omega .*, got Module; .* own RoPE, pass the name of its"):
         lrpe_md.show(model)
     model.encoding = encoding
     assert lrpe_md.show(model, (4, 6)).get_suptitle() == lrpe_md.show(encoding, (4, 6)).get_suptitle()
@@ -189,16 +234,18 @@ def test_text_before_a_grid_is_not_rotated_by_a_module():
     for drawn in (encoding, encoding.get_omega()):
         figure = lrpe_md.show(drawn, (4, 6), text=1, channels=[0])
         assert figure.get_suptitle().endswith("1 text token")
+        assert "interleaved" not in figure.get_suptitle()
         image = figure.subfigs[0].axes[0].images[0].get_array()
         assert image[0, 0] == 0
         assert image.mask[0, 1:].all()
-    with pytest.raises(ValueError, match="text: wan has no rule for text tokens, got 1; draw wan without text="):
+    with pytest.raises(ValueError, match=r"text: wan .*, got 1; draw wan without text=, or pass a Scheme with"):
         lrpe_md.show("wan", text=1)
 
 
-@pytest.mark.parametrize("shape", [(14, 14), (28, 14), (18, 28)])
+@pytest.mark.parametrize("shape", [(14, 14), (28, 14), (18, 28), (5, 12, 20)])
 def test_the_bar_of_a_comparison_covers_no_title(shape: tuple[int, ...]):
-    figure = lrpe_md.show(["dinov3", "rope_vit_mixed"], shape)
+    long: Any = {"A title of more than one line " * 2: "cogvideox", "LTX": "ltx"}
+    figure = lrpe_md.show(long if len(shape) == 3 else ["dinov3", "rope_vit_mixed"], shape)
     figure.draw_without_rendering()
     [bar] = [axis for axis in figure.axes if axis.get_label() == "<colorbar>"]
     titles = [axis.title.get_window_extent() for axis in figure.axes if axis.get_title().startswith("$")]
@@ -639,6 +686,8 @@ def test_the_header_names_the_reference():
     assert "positions rescaled to 3×9×14" in visualize.draw(tiny("wan", reference="3x9x14")).get_suptitle()
     assert "positions rescaled to 8×–" in visualize.draw(tiny("rope_vit_axial", reference="8x-")).get_suptitle()
     assert "positions rescaled to 16×16" in visualize.draw(tiny("rope_vit_axial", reference="16")).get_suptitle()
+    title = lrpe_md.show(["rope_vit_axial"], (4, 6), reference=16).axes[0].get_title()
+    assert title.endswith(", grid 4×6,\npositions rescaled to 16×16")
 
 
 def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -697,6 +746,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "wan", "--compare"], "--compare: expected several presets, got one; pass --preset for each"),
     (["-p", "wan", "--map", "cosine"], "leave it out, because figures of presets also show the similarity for the"),
+    (["-p", "."], "expected a name or a file, got a folder, '.'; to plot a trained run, call lrpe_md.show(load_run("),
     (["-p", "rotate"], "--preset: 'rotate' is not a preset; to plot it, pass --frequencies axial"),
     (["wan"], "unexpected extra argument(s) (wan); to plot it, try: -p wan"),
     (["-p", "eva02", "--shape", "1x1"], "expected a grid on which eva02 rotates at least one channel, got 1x1"),

@@ -483,7 +483,7 @@ def test_drawing_a_module_with_moved_positions():
 def test_drawing_other_objects():
     pytest.importorskip("matplotlib")
     for wrong, error, text in (
-        (torch.nn.Linear(2, 2), TypeError, "got Linear"),
+        (torch.nn.Linear(2, 2), TypeError, "got Linear; for a model with its own RoPE, pass .*"),
         (torch.full((3, 4), 0.123), ValueError, r"got torch.float32 \(3, 4\) on cpu"),
         (torch.ones(1, 4, 2, device="meta"), ValueError, "on meta"),
         (torch.ones(1, 4, 2, dtype=torch.int64), ValueError, r"got torch.int64 \(1, 4, 2\) on cpu"),
