@@ -376,7 +376,8 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
             try:
                 run(config(**values))
             except Interrupted as interrupted:
-                typer.echo(f"{interrupted}; to resume, run the same command.", err=True)
+                if PartialState().is_main_process:
+                    typer.echo(f"{interrupted}; to resume, run the same command.", err=True)
                 raise typer.Exit(128 + interrupted.number) from None
             except KeyboardInterrupt:
                 saved = (values["out"] / "checkpoint.pt").exists()

@@ -44,6 +44,6 @@ def test_the_page_trains_tests_and_exports(commands, tmp_path, capsys):
     for block in blocks(PAGE):
         exec(compile(block, str(PAGE), "exec"), space)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["torch.Size([1, 10])", "torch.Size([1, 10])", "True", "True"]
+    assert lines == ["torch.Size([1, 10])", "torch.Size([1, 10])", "True", "torch.Size([1, 192, 20, 30])", "True"]
     other = torch.randn(1, 3, 72, 40)
     assert torch.equal(space["exported"](other), space["model"](other))

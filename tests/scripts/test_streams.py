@@ -206,6 +206,14 @@ def test_transparent_and_rotated_images():
     assert open_image(encode(picture(1, "L"))).mode == "RGB"
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_16_bit_pixels_are_scaled_to_8_bits(dtype):
+    image = Image.fromarray(np.array([[0, 255, 32768, 65535]], dtype))
+    assert [open_image(image).getpixel((x, 0)) for x in range(4)] == [(v, v, v) for v in (0, 0, 128, 255)]
+    with pytest.raises(ValueError, match="got floats"):
+        open_image(image.convert("F"))
+
+
 def test_unreadable_sample_is_located(shards):
     path = shards / "train-001.tar"
     shard = index_shard(path)

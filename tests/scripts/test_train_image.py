@@ -157,6 +157,18 @@ def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
     assert len(load_images(tmp_path, 8, dataset=dataset, limit=3).train) == 3
 
 
+def test_transparent_and_16_bit_images_are_read_alike_with_and_without_streaming(tmp_path):
+    pixels = {"a": np.zeros((8, 8, 4), np.uint8), "b": np.full((8, 8), 32768, np.uint16)}  # transparent, and grey
+    for part in ("train", "val"):
+        for name, values in pixels.items():
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.fromarray(values).save(tmp_path / part / name / "0.tif")
+    loaded, streamed = load_images(tmp_path, 8), load_stream(tmp_path, 8)
+    for images in (loaded.train.images, loaded.test.images, streamed.test.images):
+        assert images.unique_consecutive().tolist() == [255, 128]
+    assert [np.unique(streamed.train[i][0]).tolist() for i in range(2)] == [[255], [128]]
+
+
 def test_unsuitable_folders(tmp_path, monkeypatch):
     for read in (load_images, load_stream):
         with pytest.raises(ImageError, match=r"no such folder; expected CLASS/\*\.png with at least two classes, or"):

@@ -16,11 +16,11 @@ import pytest
 import safetensors.torch
 import torch
 import typer
-from accelerate import tracking
+from accelerate import PartialState, tracking
 from accelerate.utils import LoggerType
 from lrpe_md.scripts.train import trackers
 from lrpe_md.scripts.train.app import TRAININGS, load_training
-from lrpe_md.scripts.train.config import PANELS, Training, parse_betas
+from lrpe_md.scripts.train.config import PANELS, Training, command, parse_betas
 from lrpe_md.scripts.train.interruption import Interrupted
 from lrpe_md.scripts.train.schedules import Schedule
 from lrpe_md.scripts.train.tasks import digits
@@ -28,6 +28,7 @@ from lrpe_md.scripts.train.tasks.digits import DigitsTraining
 from lrpe_md.scripts.train.weights import start_from
 from test_train_loop import TOY, same, toy_batch, toy_train
 from train_commands import Killed, invoke, output_of
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
 TINY = {"warmup": 1, "limit": 64, "device": "cpu", "progress": False, "tensorboard": False}
@@ -343,6 +344,19 @@ def test_ctrl_c_of_the_command(tmp_path):
     assert "Traceback" not in said
     state = torch.load(out / "checkpoint.pt")
     assert 0 < state["step"] < 40000
+
+
+@pytest.mark.parametrize("is_main", [False, True])
+def test_only_the_main_process_says_how_to_resume(is_main, tmp_path, monkeypatch):
+    def stop(config):
+        raise Interrupted("Interrupted at step 1", signal.SIGINT)
+
+    monkeypatch.setattr(PartialState, "is_main_process", is_main)
+    app = typer.Typer()
+    command(app, Training, "toy")(stop)
+    result = CliRunner().invoke(app, ["--out", str(tmp_path)])
+    assert result.exit_code == 128 + signal.SIGINT
+    assert ("to resume" in result.output) == is_main
 
 
 # --- the end, and help -----------------------------------------------------------------------------------------------

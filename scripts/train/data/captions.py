@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import typer
-from PIL import Image, ImageOps
+from PIL import Image
 
 from lrpe_md.checks import suggest
 
-from .streams import measure_image
+from .streams import SUFFIXES, measure_image, open_image
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
 REMEDY = (
     f"expected a folder or a .zip of images ({', '.join(SUFFIXES)}) with captions (NAME.txt next to NAME.png, or one "
@@ -173,11 +172,9 @@ def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
 
 
 def decode(name: str, read: Read, path: Path) -> Image.Image:
-    """Read an image in ``path`` as RGB. Rotate it upright, and make transparent pixels white."""
-    with _refuse_unreadable(name, path), Image.open(io.BytesIO(read())) as image:
-        rgba = ImageOps.exif_transpose(image).convert("RGBA")
-    white = Image.new("RGBA", rgba.size, "white")
-    return Image.alpha_composite(white, rgba).convert("RGB")
+    """Read an image in ``path``; see :func:`.streams.open_image`."""
+    with _refuse_unreadable(name, path):
+        return open_image(read())
 
 
 def measure(name: str, read: Read, path: Path) -> tuple[int, int]:

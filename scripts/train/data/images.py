@@ -23,11 +23,20 @@ from torch.nn import functional as F
 from ...common.devices import sent
 from ...common.options import plural
 from .records import choose_subset
-from .streams import FileSource, LabelledStream, hold_out, is_stream, number_classes, open_source, split_source
+from .streams import (
+    SUFFIXES,
+    FileSource,
+    LabelledStream,
+    hold_out,
+    is_stream,
+    number_classes,
+    open_image,
+    open_source,
+    split_source,
+)
 
 IDX = {"train": "train", "test": "t10k"}
 TEST_FOLDERS = ("validation", "val", "test")
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 REMEDY = (
     "expected CLASS/*.png with at least two classes, or train/CLASS/*.png and val/CLASS/*.png, or idx files as in "
     "MNIST (train-images-idx3-ubyte, ..), or webdataset shards (.tar), or a Hugging Face dataset, or a table of "
@@ -293,8 +302,7 @@ def read_image(source: Path | Image.Image, size: Size) -> Tensor:
     """Centre-crop an image to the aspect ratio of ``size``, and resize it to uint8 (3, height, width)."""
     height, width = (size, size) if isinstance(size, int) else size
     try:
-        image = source if isinstance(source, Image.Image) else Image.open(source)
-        image = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (width, height), Image.Resampling.BICUBIC)
+        image = ImageOps.fit(open_image(source), (width, height), Image.Resampling.BICUBIC)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageError(f"{source} can't be read as an image ({error}); remove it") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

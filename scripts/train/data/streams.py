@@ -26,7 +26,8 @@ from ...common.folder import SaveError, save_whole
 from ..order import DataError
 
 T = TypeVar("T")
-IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp")
+IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp")  # of shards
+SUFFIXES = (*(f".{field}" for field in IMAGE_FIELDS), ".tif", ".tiff")  # of files in folders
 CAPTION_FIELDS = ("txt", "caption")
 TEST_NAMES = ("validation", "val", "test")
 HUB = "hf:"
@@ -121,11 +122,19 @@ class Stream:
 
 
 def open_image(content: bytes | Path | Image.Image) -> Image.Image:
-    """Read an image as RGB. Rotate it upright, and make transparent pixels white."""
+    """Read an image as 8-bit RGB. Rotate it upright, and make transparent pixels white.
+
+    Raises:
+        ValueError: if the pixels are floats, whose range is unknown.
+    """
     image = content if isinstance(content, Image.Image) else Image.open(
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
     image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("expected integer pixels, got floats; save it with 8 or 16 bits")
+    if image.mode.startswith("I"):  # Pillow would clip 16-bit pixels to 255
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
