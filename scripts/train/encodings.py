@@ -274,8 +274,8 @@ class Backbone:
         """Help text of --encoding."""
         return (
             f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme "
-            f"{'' if 'axes' in self.can else 'on one axis '}(--import MODULE runs your module, which can register one). "
-            "Options follow the name, as in rotate:base=100,act=relu."
+            f"{'' if 'axes' in self.can else 'on one axis '}(--import MODULE runs your module, which can register one)."
+            " Options follow the name, as in rotate:base=100,act=relu."
         )
 
     @property
