@@ -47,8 +47,8 @@ class LmConfig:
         encoding: map of q and k, "rotate", "cosine", or "none" for no positions. You can also pass a scheme with one
             axis, as a name from :func:`lrpe_md.list_presets`, a Scheme or a Preset. act, phase, learnable and base
             override the scheme if they differ from their defaults.
-        act: elementwise activation before the map. encoding="cosine" with act="softplus" and a phase is PoPE (arXiv
-            2509.10534).
+        act: elementwise activation before the map, in all layers. encoding="cosine" with act="softplus" and a phase is
+            PoPE (arXiv 2509.10534).
         phase: whether to learn a phase for each layer, key head and channel. The phase only applies to keys, because
             the same phase on q and k would cancel out.
         learnable: whether to learn the frequencies, separately for each layer and key head.

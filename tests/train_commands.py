@@ -35,9 +35,9 @@ def with_options(command: Sequence[Any], *options: Any) -> list[Any]:
     return [*kept, *options]
 
 
-def invoke(*arguments: Any) -> Result:
-    """Run a command with wide output and without colours."""
-    return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "400", "NO_COLOR": "1"})
+def invoke(*arguments: Any, columns: int = 400) -> Result:
+    """Run a command without colours."""
+    return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": str(columns), "NO_COLOR": "1"})
 
 
 def output_of(*arguments: Any, code: int = 2) -> str:

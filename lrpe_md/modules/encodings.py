@@ -208,7 +208,7 @@ class Rotate1d(RotateMd):
         self.scale_base, self.scale_centre = scale_base, scale_centre
         self.describes = scale_base is None
         if theta is not None:
-            check_dense("theta", theta, "(R/2,), (num_heads, R/2) or (num_heads,)")
+            check_dense("theta", theta, "(R/2,), (num_heads, R/2) or (num_heads,) (pass rope_theta as base=)")
             check_precise("theta", theta.dtype)
         self.given = None if theta is None else theta.detach().to("cpu", torch.float64, copy=True)
         if self.given is not None:

@@ -25,7 +25,7 @@ DecayName = Literal["retnet", "lightning"]
 
 
 class HeadDecay(nn.Module):
-    """Fixed or learned decay factors (H,) for :class:`LinearAttention`, one per head.
+    """Fixed or learned decay factors (H,) for :class:`LinearAttention`, one per key head.
 
     Args:
         num_heads: number of key heads, H.

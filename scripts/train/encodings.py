@@ -272,11 +272,10 @@ class Backbone:
     @property
     def help(self) -> str:
         """Help text of --encoding."""
-        has_axes = "axes" in self.can
         return (
             f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme "
-            f"{'' if has_axes else 'on one axis '}(--import MODULE runs your module, which can register one). Options "
-            f"follow the name, as in rotate:base=100,{'axis_order=major_first' if has_axes else 'learnable=true'}."
+            f"{'' if 'axes' in self.can else 'on one axis '}(--import MODULE runs your module, which can register one)."
+            " Options follow the name, as in rotate:base=100,act=relu."
         )
 
     @property
@@ -284,7 +283,7 @@ class Backbone:
         """Help text of --attention."""
         return (
             f"Kind of attention, one of: {', '.join(self.attentions)}; or one for each layer, separated by commas and "
-            "repeated over the depth, as in linear,linear,linear,softmax."
+            "repeated over the depth, as in linear,linear,softmax."
         )
 
     def split_attention(self, text: str, option: str = "--attention") -> list[str]:

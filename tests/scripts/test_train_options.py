@@ -385,6 +385,7 @@ def test_help_is_grouped_and_starts_with_capitals(task):
     assert not any("\n" in paragraph for paragraph in text.split("\n\n"))  # the terminal wraps lines
     assert all(f"─ {panel} ─" in shown for panel in PANELS)
     assert [shown.index(f"─ {panel} ─") for panel in PANELS] == sorted(shown.index(f"─ {panel} ─") for panel in PANELS)
+    assert "…" not in invoke(task, "--help", columns=80).output  # no word is cut
 
 
 @pytest.mark.parametrize("config", [Training, DigitsTraining])

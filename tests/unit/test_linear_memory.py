@@ -490,7 +490,7 @@ ERRORS = [
     ({"directions": "both"}, "directions: 'both' needs block="),
     ({"directions": "both", "is_causal": True}, "directions: 'both' needs block="),
     ({"directions": "both", "block": 6, "return_state": True}, "return_state: expected None"),
-    ({"block": 6, "decay": torch.ones(3)}, r"decay: expected shape \(2 or 1,\) for .*, or \(2 or 1, 2 or 1, 4\)"),
+    ({"block": 6, "decay": torch.ones(3)}, r"\(2 or 1,\) for one decay per key head, or \(2 or 1, 2 or 1, 4\)"),
     ({"block": 6, "decay": torch.ones(2, 2, 24)}, r"4\) for the blocks between prefix and suffix"),
     ({"is_causal": True, "decay": torch.ones(2, 2, 4)}, r"24\) for the tokens"),
     ({"block": 6, "decay": torch.ones(3, 2, 4)}, "decay: expected"),

@@ -466,6 +466,7 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: lrpe_rotate_1d(torch.randn(4, 8), torch.rand(4)), ValueError, "x: expected shape"),
         (lambda: lrpe_rotate_1d((), torch.rand(4)), TypeError, "x: expected one tensor or two"),
         (lambda: lrpe_rotate_1d(torch.randn(1, 1, 4, 8), [1.0]), TypeError, "theta: expected a tensor"),
+        (lambda: Rotate1d(8, theta=5e5), TypeError, r"theta: expected a tensor .*rope_theta as base=\), got float"),
         (lambda: convert_pairs(torch.randn(8, 2), "half", "interleaved", head_dim=0), ValueError, "head_dim: "),
         (lambda: Grid((3,), prefix=1.0), ValueError, "prefix: expected a non-negative integer"),
         (lambda: Grid(3.0), ValueError, "shape: "),

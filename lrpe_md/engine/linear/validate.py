@@ -139,7 +139,7 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
     by_block = decay.ndim == 3 and decay.shape[0] in (1, batch) and decay.shape[1] in (1, heads)
     if not by_head and not (by_block and decay.shape[2] == num_blocks):
         raise ValueError(
-            f"decay: expected shape ({or_one(heads)},) for one decay per head, or ({or_one(batch)}, "
+            f"decay: expected shape ({or_one(heads)},) for one decay per key head, or ({or_one(batch)}, "
             f"{or_one(heads)}, {num_blocks}) for the {unit}, got {tuple(decay.shape)}"
         )
     if decay.device != k.device:

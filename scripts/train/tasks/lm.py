@@ -38,7 +38,7 @@ from ...common.devices import sent
 from ...common.folder import write
 from ...common.options import choose
 from ..checkpoint import restore
-from ..config import MODEL, OPTIMISER, RUN, Training, changed, check_width, describe, option
+from ..config import MODEL, OPTIMISER, Training, changed, check_width, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
 from ..encodings import TEXT, Backbone, restore_arguments
 from ..loop import Trainer
@@ -117,12 +117,11 @@ class LmTraining(Training):
         DEFAULT_LENGTHS,
         "Additional lengths to evaluate at, in bytes. Default lengths that are too long for the held-out text are "
         "skipped.",
-        free=True, panel=RUN,
+        free=True,
     )  # fmt: skip
     scaling: str = option(
-        "", f"Length scalings to evaluate as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
-        panel=RUN,
-    )  # fmt: skip
+        "", f"Length scalings to evaluate as well, separated by commas: {', '.join(SCALINGS)}.", free=True
+    )
     test_bytes: int = option(EVAL_BYTES, "Maximum number of bytes of held-out text to evaluate.", free=True, least=1)
 
     def __post_init__(self) -> None:
