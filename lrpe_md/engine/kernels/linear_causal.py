@@ -301,7 +301,7 @@ def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
         return out
 
 
-# --- a normaliser in kernels of its own --------------------------------------------------------------------------------
+# --- a normaliser in kernels of its own -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -408,7 +408,7 @@ def linear_causal_normalizer_gradient_kernel(
         store_running_sums(p_sums, sums, (b * G + g, n0, o_n), m_n, N, V=V)
 
 
-# --- outputs and gradients ---------------------------------------------------------------------------------------------
+# --- outputs and gradients ------------------------------------------------------------------------------------------
 
 
 @kernel
@@ -469,8 +469,8 @@ def linear_causal_query_kernel(
 ):  # fmt: skip
     """Compute dq. Also compute 1/z and dz of each query for the kernels that differentiate the state and the keys.
 
-    ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). With V.summed, ``sums`` is z and Z at each token, from
-    :func:`linear_causal_normalizer_kernel`. p_scales has shape (2, B, H, N) and receives 1/z and
+    ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). With V.summed, ``sums`` is z and Z at each token,
+    from :func:`linear_causal_normalizer_kernel`. p_scales has shape (2, B, H, N) and receives 1/z and
     dz. With V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes
     from the state before the block, and the result of :func:`sum_crossing`.
     """

@@ -1123,7 +1123,8 @@ def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states
     tensors = tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, grads.dq))
     args = (
         tensors, gates_with_strides(inputs), sides, slot_states or (None, None),
-        sum_normalizer(inputs, slot_states, variant), scales, grads.q_partial, pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
+        sum_normalizer(inputs, slot_states, variant), scales, grads.q_partial, pieces.numbers, inputs.counts(pieces),
+        inputs.call.attention.eps,
     )  # fmt: skip
     launch_with_fallback(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, config)
     return scales
