@@ -15,7 +15,17 @@ import torch
 from lrpe_md import linear_attention
 from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.linear import launch as linear_launch
-from lrpe_md.engine.linear.plan import DECAYING, NORMALIZED, TILES, LinearPass, LinearTile
+from lrpe_md.engine.linear.plan import (
+    BOUNDS,
+    CAUSAL_PASSES,
+    DECAYING,
+    NORMALIZED,
+    SUMMED,
+    SUMMED_STATE,
+    TILES,
+    LinearPass,
+    LinearTile,
+)
 from lrpe_md.testing import LinearCase
 
 from .linear_measure import WORKLOADS, Inputs, make_inputs, make_pass
@@ -30,6 +40,8 @@ FORWARDS = (
     LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL, LinearPass.CAUSAL_NORMALIZED,
     LinearPass.CAUSAL_DECAY,
 )  # fmt: skip
+NORMALIZING = (*NORMALIZED.values(), *SUMMED.values(), LinearPass.NORMALIZER, LinearPass.NORMALIZER_GRADIENT)
+FIRST_SUMMED = BOUNDS.index(SUMMED_STATE) + 1  # first tile of a row for states whose normaliser has kernels of its own
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)
 
@@ -67,16 +79,18 @@ class LinearPlace(NamedTuple):
         chosen, head_dim = MAPS[self.size]
         if self.stage in ONE_PASS:
             names = ("windows" if self.width == 0 else "vit224",)
-        elif self.stage.value.startswith("causal"):
-            is_normalized, has_decay = self.stage in NORMALIZED.values(), self.stage in DECAYING.values()
-            names = ("causal-relu" if is_normalized else "causal-decay" if has_decay else "causal",)
+        elif self.stage in CAUSAL_PASSES:
+            has_decay = self.stage in DECAYING.values()
+            names = ("causal-relu" if self.stage in NORMALIZING else "causal-decay" if has_decay else "causal",)
         elif self.stage is LinearPass.DELTA_KEYS:
             names = ("frames-delta",)
         else:
             names = ("img64", "video64")
+        # For large states, an unrotated normaliser uses the tiles of SUMMED.
+        is_encoded = self.stage in NORMALIZED.values() and self.width >= FIRST_SUMMED
         found = {}
         for name in names:
-            case = WORKLOADS[name]
+            case = replace(WORKLOADS[name], normalizer="encoded") if is_encoded else WORKLOADS[name]
             heads = case.heads[0] * case.head_dim // head_dim
             case = replace(case, map=chosen, head_dim=head_dim, heads=(heads, heads), pairs="half")
             found[name] = self.shrink(case) if small else case
@@ -138,13 +152,14 @@ def refuse(tile: LinearTile) -> list[LinearTile]:
 
 
 def choose_places() -> list[LinearPlace]:
-    return [LinearPlace(stage, width) for stage, row in TILES.items() for width in range(len(row))]
+    places = [LinearPlace(stage, width) for stage, row in TILES.items() for width in range(len(row))]
+    return [place for place in places if place.stage not in SUMMED.values() or place.width >= FIRST_SUMMED]
 
 
 def write_table(tiles: dict[LinearPass, tuple[LinearTile, ...]], write_tile: Callable[[Any], str]) -> str:
     lines = ["TILES: dict[LinearPass, tuple[LinearTile, ...]] = {"]
     for stage, row in tiles.items():
-        line = f"    {stage}: ({', '.join(map(write_tile, row))}),"
+        line = f"    {stage}: ({', '.join(map(write_tile, row))}{',' * (len(row) == 1)}),"
         if len(line) > 120:
             line = "\n        ".join([f"    {stage}: (", *(f"{write_tile(tile)}," for tile in row)]) + "\n    ),"
         lines.append(line)

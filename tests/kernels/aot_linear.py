@@ -43,6 +43,7 @@ FEW = [  # cases that cover every kernel
     LinearCase(dtype=BF16, head_dim=64, heads=(2, 2)),
     LinearCase(dtype=BF16, head_dim=72, heads=(2, 2)),
     LinearCase("rotate", dtype=BF16, head_dim=64, mask="causal", gate="float", phase="both", act="softplus"),
+    LinearCase("rotate", dtype=BF16, head_dim=128, mask="causal"),
     LinearCase(coords="by_sample", masked=True, amplitude_heads=1, act="softmax", dim=-1, layout="odd"),
     LinearCase("rotate", scale=2.0, k_shape=(2, 5), k_positions=(("scale", None), ("coords", "by_sample"))),
 ]

@@ -407,6 +407,23 @@ def test_features_are_cut_without_a_causal_mask(name, head_dim, blocks, monkeypa
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "options", "is_summed"),
+    [
+        (72, {}, True), (72, {"normalizer": "none"}, False), (72, {"normalizer": "encoded"}, False),
+        (72, {"decay": torch.full((2,), 0.9)}, False), (64, {}, False),
+    ],
+)  # fmt: skip
+def test_normalizer_of_wide_states_has_kernels_of_its_own(head_dim, options, is_summed, monkeypatch):
+    names = []
+    monkeypatch.setattr(linear_launch, "launch_with_fallback", lambda kernel, *args: names.append(kernel.__name__))
+    q, k, v = (torch.rand(1, 2, 9, head_dim, requires_grad=True) for _ in range(3))
+    o = linear_attention(q, k, v, map=None, act="softplus", is_causal=True, impl="triton", **options)
+    o.sum().backward()
+    assert names.count("linear_causal_normalizer_kernel") == (2 if is_summed else 0)
+    assert names.count("linear_causal_normalizer_gradient_kernel") == (1 if is_summed else 0)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"v_dim": 24}, {"heads": (6, 1)}, {"heads": (3, 3), "omega_heads": 3}, {"layout": "packed"},
@@ -492,6 +509,7 @@ CAUSAL = [
     {}, {"map": "rotate", "phase": "both", "gate": "float"}, {"map": None, "shape": (67,), "prefix": 0},
     {"normalizer": "none", "act": "silu", "shape": (67,), "heads": (2, 2)}, {"heads": (4, 4), "v_dim": 24},
     {"cu_seqlens": (5, 0, 9, 2), "batch": 1}, {"phase": "k", "omega_heads": 2}, STEADY,
+    {"map": "rotate", "head_dim": 72, "gate": "nan"}, {"head_dim": 72, "cu_seqlens": (5, 0, 9, 2), "norm": "layer"},
 ]  # fmt: skip
 
 

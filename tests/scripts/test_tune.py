@@ -87,7 +87,10 @@ def test_candidates_of_linear_attention(place):
 
 
 def test_every_tile_of_linear_attention_has_a_place():
-    assert [place.tile for place in LINEAR] == [tile for row in linear_plan.TILES.values() for tile in row]
+    tiles = {(stage, width): tile for stage, row in linear_plan.TILES.items() for width, tile in enumerate(row)}
+    for width in range(linear_tune.FIRST_SUMMED):  # smaller states have no kernels for the normaliser
+        del tiles[linear_plan.LinearPass.CAUSAL_KEYS_SUMMED, width]
+    assert {(place.stage, place.width): place.tile for place in LINEAR} == tiles
     assert len({str(place) for place in ALL}) == len(ALL)
 
 

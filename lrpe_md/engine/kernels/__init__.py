@@ -34,7 +34,13 @@ from .linear import (
     linear_scan_kernel,
     linear_state_kernel,
 )
-from .linear_causal import linear_causal_forward_kernel, linear_causal_key_kernel, linear_causal_query_kernel
+from .linear_causal import (
+    linear_causal_forward_kernel,
+    linear_causal_key_kernel,
+    linear_causal_normalizer_gradient_kernel,
+    linear_causal_normalizer_kernel,
+    linear_causal_query_kernel,
+)
 from .memory import (
     linear_memory_key_kernel,
     linear_memory_scan_kernel,
@@ -46,7 +52,8 @@ from .softmax import softmax_sequence_kernel
 
 __all__ = [
     "heads_kernel", "linear_backward_kernel", "linear_causal_forward_kernel", "linear_causal_key_kernel",
-    "linear_causal_query_kernel", "linear_decay_query_state_kernel", "linear_decay_state_kernel",
+    "linear_causal_normalizer_gradient_kernel", "linear_causal_normalizer_kernel", "linear_causal_query_kernel",
+    "linear_decay_query_state_kernel", "linear_decay_state_kernel",
     "linear_forward_kernel", "linear_key_gradient_kernel", "linear_memory_key_kernel", "linear_memory_scan_kernel",
     "linear_output_kernel", "linear_query_gradient_kernel", "linear_query_state_kernel",
     "linear_scan_kernel", "linear_state_kernel", "linear_transition_gradient_kernel", "linear_transition_kernel",

@@ -301,15 +301,130 @@ def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
         return out
 
 
+# --- a normaliser in kernels of its own -----------------------------------------------------------------------------
+
+
+@triton.jit
+def point_to_sums(p_sums, place, N, i: tl.constexpr, V: tl.constexpr):
+    """Return the pointers to tile i of a block's running sums (B, H_k, N, padded channels)."""
+    row, n0, o_n = place
+    WIDTH: tl.constexpr = V.sum_begins[len(V.sum_blocks)]
+    o_c = V.sum_begins[i] + tl.arange(0, V.sum_blocks[i])
+    return p_sums + (tl.cast(row, tl.int64) * N + n0) * WIDTH + o_n[:, None] * WIDTH + o_c[None, :]
+
+
+@triton.jit
+def load_running_sums(p_sums, place, m_n, N, V: tl.constexpr):
+    """Load the running sums of tokens n0 + o_n, tile by tile. ``place`` is (key head of a sample, n0, o_n)."""
+    sums = ()
+    for i in tl.static_range(len(V.sum_blocks)):
+        tile = tl.load(point_to_sums(p_sums, place, N, i=i, V=V), mask=m_n[:, None], other=0.0)
+        sums += (tile.to(tl.float64 if V.wide else tl.float32),)
+    return sums
+
+
+@triton.jit
+def store_running_sums(p_sums, sums, place, m_n, N, V: tl.constexpr):
+    for i in tl.static_range(len(V.sum_blocks)):
+        tl.store(point_to_sums(p_sums, place, N, i=i, V=V), sums[i], mask=m_n[:, None])
+
+
+@triton.jit
+def load_denominators(p_z, b, h, sizes, n, m_n):
+    """Load z of tokens n of a query head. ``sizes`` is (H_q, N)."""
+    H, N = sizes
+    return tl.load(p_z + (tl.cast(b, tl.int64) * H + h) * N + n, mask=m_n, other=0.0)
+
+
+@kernel
+def linear_causal_normalizer_kernel(
+    tensors, gate, sides, slots, p_z, p_sums, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """Store z of each query (B, H_q, N) and, in the backward pass, Z at each token.
+
+    One program handles a piece of a key head's tokens. ``tensors`` is (q, k, v). v is not read.
+    """
+    q, k, v = tensors
+    p_slots, p_slot_sums = slots
+    q_side, k_side = sides
+    G, R, P, B = unpack_numbers(sizes)
+    _table, numbers = pieces
+    _length, N = unpack_numbers(numbers)
+    _piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
+    _S, Z = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    k_side = (k_side, load_side(k_side, b, g, g, V=V))
+    q_tables, _ = load_query_side(q_side, k_side[1], b, g, g, V=V)
+    o_n = tl.arange(0, V.block_n)
+    k_head = locate_tensor(k, b, g, V=V)
+    v_head = locate_tensor(v, b, g, V=V)
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        k_row = move_tokens(k_head, n0, V=V)
+        v_row = move_tokens(v_head, n0, V=V)
+        _k, k_bar, _v, beta, cos_sin = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
+        k_bar = gate_keys(k_bar, beta, V=V)
+        Z_of_tokens = sum_causal(k_bar, Z, causal_mask(V=V), V=V)
+        if V.backward:
+            store_running_sums(p_sums, Z_of_tokens, (b * G + g, n0, o_n), m_n, N, V=V)
+        Z = add_rows(Z, sum_tokens(k_bar))
+        for r in range(R):
+            h = g * R + r
+            q_head = locate_tensor(q, b, h, V=V)
+            _x, q_bar, _q_hat, _c = form_queries(q_head, (q_side, (q_tables, h)), cos_sin, n0, o_n, m_n, V=V)
+            z = row_dot(q_bar, Z_of_tokens)
+            tl.store(p_z + (tl.cast(b, tl.int64) * G * R + h) * N + n0 + o_n, z, mask=m_n)
+
+
+@kernel
+def linear_causal_normalizer_gradient_kernel(
+    q, side, slots, p_scales, p_sums, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """Store dZ at each token: the sum of dz q̄ over the queries at and after it. p_scales has dz."""
+    p_slots, p_slot_sums = slots
+    G, R, P, B = unpack_numbers(sizes)
+    _table, numbers = pieces
+    _length, N = unpack_numbers(numbers)
+    _piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
+    _dS, dZ = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    tables, _ = load_side(side, b, g, g, V=V)
+    o_n = tl.arange(0, V.block_n)
+    blocks = tl.cdiv(end - begin, V.block_n)
+    for i in tl.range(0, blocks, num_stages=V.stages):
+        n0 = begin + (blocks - 1 - i) * V.block_n
+        m_n = n0 + o_n < end
+        sums = ()
+        for j in tl.static_range(len(V.sum_blocks)):
+            sums += (tl.broadcast_to(dZ[j][None, :], [V.block_n, V.sum_blocks[j]]),)
+        for r in range(R):
+            h = g * R + r
+            head_side = (side, (tables, h))
+            q_head = locate_tensor(q, b, h, V=V)
+            cos_sin = form_block_cos_sin(head_side, n0, o_n, V=V)
+            _x, q_bar, _q_hat, _c = form_queries(q_head, head_side, cos_sin, n0, o_n, m_n, V=V)
+            p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
+            counts = scale_row(q_bar, tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)[:, None])
+            sums = mix_tokens(causal_mask_transposed(V=V).to(counts[0].dtype), counts, sums, V=V)
+            dZ = add_rows(dZ, sum_tokens(counts))
+        store_running_sums(p_sums, sums, (b * G + g, n0, o_n), m_n, N, V=V)
+
+
+# --- outputs and gradients ------------------------------------------------------------------------------------------
+
+
 @kernel
 def linear_causal_forward_kernel(
-    q, k, v, o, gates, sides, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
-):
-    """Compute o, with one program for each piece of a query head's tokens. ``gates`` is (β, log g)."""
+    q, k, v, o, gates, sides, slots, p_z, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+):  # fmt: skip
+    """Compute o, with one program for each piece of a query head's tokens. ``gates`` is (β, log g).
+
+    With V.summed, p_z is the output of :func:`linear_causal_normalizer_kernel`.
+    """
     gate, decay = gates
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack_numbers(sizes)
+    _table, numbers = pieces
+    _length, N = unpack_numbers(numbers)
     _piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     S, Z = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
@@ -331,7 +446,10 @@ def linear_causal_forward_kernel(
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
         _x, q_bar, q_hat, _q_cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
-        if V.normalizer != "none":  # computed before the outputs occupy registers
+        if V.summed:
+            z = load_denominators(p_z, b, h, (G * R, N), n0 + o_n, m_n)
+            scale, _is_free = invert_denominator(z, eps, V=V)
+        elif V.normalizer != "none":  # computed before the outputs occupy registers
             k_counts = normalizer_features(k_bar, k_hat, V=V)
             q_counts = normalizer_features(q_bar, q_hat, V=V)
             scale, _is_free = invert_denominator(form_denominator(q_counts, k_counts, Z, block_decay, V=V), eps, V=V)
@@ -346,16 +464,19 @@ def linear_causal_forward_kernel(
 
 @kernel
 def linear_causal_query_kernel(
-    tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+    tensors, gates, sides, slots, sums, p_scales, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32",
+    V: tl.constexpr,
 ):  # fmt: skip
     """Compute dq. Also compute 1/z and dz of each query for the kernels that differentiate the state and the keys.
 
-    ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). p_scales has shape (2, B, H, N) and receives 1/z and
+    ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). With V.summed, ``sums`` is z and Z at each token,
+    from :func:`linear_causal_normalizer_kernel`. p_scales has shape (2, B, H, N) and receives 1/z and
     dz. With V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes
     from the state before the block, and the result of :func:`sum_crossing`.
     """
     gate, decay = gates
     q, k, v, do, dq = tensors
+    p_z, p_sums = sums
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack_numbers(sizes)
@@ -395,10 +516,15 @@ def linear_causal_query_kernel(
         dx_hat = mix_tokens(products, k_hat, dx_hat, V=V)
         dx_bar, dangles = map_features_backward(q_bar, dx_hat, cos_sin, V=V)
         if V.normalizer != "none":
-            k_counts = normalizer_features(k_bar, k_hat, V=V)
-            q_counts = normalizer_features(q_bar, q_hat, V=V)
-            Z_of_tokens = sum_normalizer(k_counts, Z, block_decay, V=V)
-            scale, is_free = invert_denominator(row_dot(q_counts, Z_of_tokens), eps, V=V)
+            if V.summed:
+                z = load_denominators(p_z, b, h, (G * R, N), n0 + o_n, m_n)
+                Z_of_tokens = load_running_sums(p_sums, (b * G + g, n0, o_n), m_n, N, V=V)
+            else:
+                k_counts = normalizer_features(k_bar, k_hat, V=V)
+                q_counts = normalizer_features(q_bar, q_hat, V=V)
+                Z_of_tokens = sum_normalizer(k_counts, Z, block_decay, V=V)
+                z = row_dot(q_counts, Z_of_tokens)
+            scale, is_free = invert_denominator(z, eps, V=V)
             dz = tl.where(is_free, -scale * scale * row_dot(q_bar, dx_bar), 0.0)
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
@@ -414,7 +540,8 @@ def linear_causal_query_kernel(
                 from_state = from_state * scale + dz * row_dot(q_counts, Z_before)
                 count_products = mask_pairs(multiply_tokens(q_counts, k_counts, V=V), block_decay, V=V)
                 crossing = crossing * scale[:, None] + count_products * dz[:, None]
-            Z = add_rows(fade_state(Z, block_decay, V=V), sum_tokens(fade_to_end(k_counts, block_decay, V=V)))
+            if not V.summed:
+                Z = add_rows(fade_state(Z, block_decay, V=V), sum_tokens(fade_to_end(k_counts, block_decay, V=V)))
         if V.need_ddecay:
             tl.store(p_scale + 2 * to_dz + n0 + o_n, from_state, mask=m_n)
             tl.store(p_scale + 3 * to_dz + n0 + o_n, sum_crossing(crossing, V=V), mask=m_n)
@@ -445,8 +572,9 @@ def load_queries(tensors, side, k_cos_sin, scales, place, V: tl.constexpr):
     if V.normalizer != "none":
         p_scale, to_dz = point_to_scales(p_scales, b, h, heads, N)
         scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
-        dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
-        q_counts = scale_row(normalizer_features(q_bar, q_hat, V=V), dz[:, None])
+        if not V.summed:
+            dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
+            q_counts = scale_row(normalizer_features(q_bar, q_hat, V=V), dz[:, None])
         q_hat = scale_row(q_hat, scale[:, None])
     return q_hat, q_counts, do_block
 
@@ -508,7 +636,7 @@ def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
     dx_hat, dcounts = grads
     q_hat, q_counts, do_block = queries
     products = mask_pairs_transposed(multiply_tokens(v_block, do_block, V=V), block_decay, V=V)
-    if V.normalizer != "none":
+    if V.normalizer != "none" and not V.summed:
         if V.memory == "add":
             L, _logs_to_end, _total = block_decay
             dcounts = add_rows(dcounts, mix_exactly(fade_pairs_transposed(L, V=V), q_counts, V=V))
@@ -522,19 +650,20 @@ def add_to_state(grads, queries, block_decay, V: tl.constexpr):
     """Add the contribution of a block of queries to dS and dZ. The keys of earlier blocks need these gradients."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
-    if V.normalizer != "none":
+    if V.normalizer != "none" and not V.summed:
         dZ = add_rows(dZ, sum_tokens(fade_from_start(q_counts, block_decay, V=V)))
     return add_outer_products(dS, do_block, fade_from_start(q_hat, block_decay, V=V), V=V), dZ
 
 
 @kernel
 def linear_causal_key_kernel(
-    tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+    tensors, gates, sides, slots, p_sums, p_scales, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
     """Compute dk, dv and dβ in a loop from the last token to the first.
 
     ``tensors`` is (q, k, v, do, dk, dv), and ``gates`` is (β, dβ, log g, products). With V.need_ddecay,
-    :func:`store_key_products` writes to products (B, G, N).
+    :func:`store_key_products` writes to products (B, G, N). With V.summed, p_sums is the output of
+    :func:`linear_causal_normalizer_gradient_kernel`.
     """
     q, k, v, do, dk, dv = tensors
     gate, dgate, decay, products_of_keys = gates
@@ -571,7 +700,9 @@ def linear_causal_key_kernel(
         operands = to_operands(dS, V=V)
         scales = (p_scales, (B, G * R), N)
         dv_row = move_tokens(dv_head, n0, V=V)
-        dcounts = fade_to_end(broadcast_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), block_decay, V=V)
+        dcounts = ()
+        if not V.summed:
+            dcounts = fade_to_end(broadcast_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), block_decay, V=V)
         dS, dZ = fade_state(dS, block_decay, V=V), fade_state(dZ, block_decay, V=V)
         if V.has_no_gqa:  # finish dv before starting dk
             queries = load_queries((q, do), (q_side, q_head_tables), cos_sin, scales, place, V=V)
@@ -596,6 +727,8 @@ def linear_causal_key_kernel(
         if V.normalizer == "encoded":
             dx_hat = add_rows(dx_hat, dcounts)
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
+        if V.summed:
+            dcounts = load_running_sums(p_sums, (b * G + g, n0, o_n), m_n, N, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_rows(dx_bar, dcounts)
         if V.need_dweight and V.has_bias:  # dcounts is not 0 for tokens beyond the end

@@ -43,6 +43,8 @@ from .plan import (
     DECAYING,
     NARROWEST,
     NORMALIZED,
+    SUMMED,
+    SUMMED_STATE,
     LinearPass,
     LinearTile,
     choose_scan_tile,
@@ -368,7 +370,9 @@ class LaunchInputs:
         ptx = has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
-        rows = self._choose_rows(spec)
+        summed = causal and state > SUMMED_STATE and self.log_decay is None
+        summed = summed and self.call.attention.normalizer == "unrotated"
+        rows = SUMMED if summed else self._choose_rows(spec)
         tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
@@ -381,6 +385,8 @@ class LaunchInputs:
         fields = describe_tables(tables, self.weights)
         if spec.map == "none":
             fields["num_axes"] = 0
+        normalizer = self.call.attention.normalizer
+        sum_blocks = {"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[normalizer]
         variant = Variant(
             *spec, head_dim=sizes.head_dim, **fields, **tiles._asdict(), backward=stage not in FORWARD,
             need_dangles=self.need_dangles,
@@ -394,7 +400,7 @@ class LaunchInputs:
             has_no_gqa=causal and sizes.repeats == 1,
             need_dweight=self.needs.norm,
             keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) may differ from 0
-            normalizer=self.call.attention.normalizer, gated=self.gate is not None,
+            normalizer=normalizer, summed=summed, gated=self.gate is not None,
             operand=name_operand(self.dtype),
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, v_begins=v_begins, v_widths=v_widths,
             v_blocks=v_blocks, num_features=sizes.num_features,
@@ -402,9 +408,7 @@ class LaunchInputs:
             share=1 if causal else _share_sums(tiles.block_c, tile),
             feature_begins=tuple(accumulate(tiles.feature_widths, initial=0))[:-1],
             feature_widths=tiles.feature_widths, feature_blocks=tiles.feature_blocks,
-            sum_blocks={"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[
-                self.call.attention.normalizer
-            ],
+            sum_blocks=sum_blocks, sum_begins=tuple(accumulate(sum_blocks, initial=0)),
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
             memory="sum" if self.log_decay is None else "add", decay_per_head=self.decay_per_head,
             need_ddecay=need_ddecay, early=stage in EARLY and not causal and launches_early(),
@@ -759,12 +763,63 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
     variant, _ = config
     args = (
         *(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, o)), gates_with_strides(inputs),
-        (inputs.flatten_queries(variant), inputs.flatten_keys(variant)), slot_states or (None, None), pieces.numbers,
-        inputs.counts(pieces), inputs.call.attention.eps,
+        (inputs.flatten_queries(variant), inputs.flatten_keys(variant)), slot_states or (None, None),
+        sum_normalizer(inputs, slot_states, variant)[0], pieces.numbers, inputs.counts(pieces),
+        inputs.call.attention.eps,
     )  # fmt: skip
     launch_with_fallback(
         kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, config
     )
+
+
+def sum_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Variant) -> tuple[Any, Any]:
+    """Return z of each query and, if the variant is for a backward pass, Z at each token. Otherwise return None.
+
+    The variant describes the kernel that needs them. Without V.summed, it needs neither.
+    """
+    if not variant.summed:
+        return None, None
+    sizes, pieces, backward = inputs.sizes, inputs.pieces(of_queries=False), variant.backward
+    config = inputs.describe_both(
+        LinearPass.NORMALIZER, [], has_state=bool(slot_states), need_dangles=False, backward=backward
+    )
+    variant, _ = config
+    z = torch.empty(sizes.rows * sizes.repeats, sizes.num_queries, dtype=inputs.acc, device=inputs.device)
+    sums = allocate_running_sums(inputs, variant) if backward else None
+    args = (
+        tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v)), gate_with_strides(inputs.gate),
+        (inputs.flatten_queries(variant), inputs.flatten_keys(variant)), slot_states or (None, None), z, sums,
+        pieces.numbers, inputs.counts(pieces),
+    )  # fmt: skip
+    launch_with_fallback(kernels.linear_causal_normalizer_kernel, sizes.rows * pieces.num_pieces, args, config)
+    return z, sums
+
+
+def differentiate_normalizer(
+    inputs: LaunchInputs, dslot_states: SlotStates, scales: Tensor, variant: Variant
+) -> Tensor | None:  # fmt: skip
+    """Return dZ at each token. Without V.summed, the kernel that the variant describes doesn't need it: return None."""
+    if not variant.summed:
+        return None
+    pieces = inputs.pieces(of_queries=True)
+    config = inputs.describe(
+        LinearPass.NORMALIZER_GRADIENT, inputs.q_side, has_state=bool(dslot_states), need_dangles=False
+    )
+    variant, _ = config
+    sums = allocate_running_sums(inputs, variant)
+    args = (
+        with_strides(inputs.q, variant), inputs.flatten_queries(variant), dslot_states or (None, None), scales, sums,
+        pieces.numbers, inputs.counts(pieces),
+    )  # fmt: skip
+    programs = inputs.sizes.rows * pieces.num_pieces
+    launch_with_fallback(kernels.linear_causal_normalizer_gradient_kernel, programs, args, config)
+    return sums
+
+
+def allocate_running_sums(inputs: LaunchInputs, variant: Variant) -> Tensor:
+    """Allocate Z or dZ at each token (B H_k, N, columns). They are rounded like operands."""
+    shape = (inputs.sizes.rows, inputs.sizes.num_keys, variant.sum_begins[-1])
+    return torch.empty(shape, dtype=inputs.operand, device=inputs.device)
 
 
 def find_saved_shapes(
@@ -1067,8 +1122,9 @@ def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states
     sides = (inputs.flatten_queries(variant, grads.q_weights), inputs.flatten_keys(variant))
     tensors = tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, grads.dq))
     args = (
-        tensors, gates_with_strides(inputs), sides, slot_states or (None, None), scales, grads.q_partial,
-        pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
+        tensors, gates_with_strides(inputs), sides, slot_states or (None, None),
+        sum_normalizer(inputs, slot_states, variant), scales, grads.q_partial, pieces.numbers, inputs.counts(pieces),
+        inputs.call.attention.eps,
     )  # fmt: skip
     launch_with_fallback(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, config)
     return scales
@@ -1091,7 +1147,8 @@ def differentiate_causal_keys(
     args = (
         tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, *outs)),
         (gate_with_strides(inputs.gate), gate_with_strides(grads.dgate), gate_with_strides(inputs.log_decay), products),
-        sides, dslot_states or (None, None), scales, grads.k_partial, pieces.numbers, inputs.counts(pieces),
+        sides, dslot_states or (None, None), differentiate_normalizer(inputs, dslot_states, scales, variant), scales,
+        grads.k_partial, pieces.numbers, inputs.counts(pieces),
     )  # fmt: skip
     launch_with_fallback(kernels.linear_causal_key_kernel, sizes.rows * pieces.num_pieces, args, config)
 

@@ -6,9 +6,9 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "DECAYING", "NORMALIZED", "PIECE", "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile",
-    "choose_value_widths", "choose_walk", "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels",
-    "pad_width", "shrink",
+    "BOUNDS", "CAUSAL_PASSES", "DECAYING", "NORMALIZED", "PIECE", "SUMMED", "SUMMED_STATE", "TILES", "LinearPass",
+    "LinearTile", "Walk", "choose_scan_tile", "choose_tile", "choose_value_widths", "choose_walk", "choose_widths",
+    "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "pad_width", "shrink",
 ]  # fmt: skip
 
 
@@ -29,13 +29,20 @@ class LinearPass(Enum):
     CAUSAL_KEYS_NORMALIZED = "causal_keys_normalized"  # tiles of CAUSAL_KEYS with a normalizer
     CAUSAL_DECAY = "causal_decay"  # tiles of CAUSAL with a decay and a map, without a normalizer
     CAUSAL_KEYS_DECAY = "causal_keys_decay"  # tiles of CAUSAL_KEYS with a decay and a map, without a normalizer
+    CAUSAL_KEYS_SUMMED = "causal_keys_summed"  # tiles of CAUSAL_KEYS for a normalizer that other kernels compute
+    NORMALIZER = "normalizer"  # q, k → z and, in the backward pass, Z at each token
+    NORMALIZER_GRADIENT = "normalizer_gradient"  # q, dz → dZ at each token
 
 
 NORMALIZED = {
     LinearPass.CAUSAL: LinearPass.CAUSAL_NORMALIZED, LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_NORMALIZED
 }  # fmt: skip
 DECAYING = {LinearPass.CAUSAL: LinearPass.CAUSAL_DECAY, LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_DECAY}
-CAUSAL_PASSES = (*NORMALIZED, *NORMALIZED.values(), *DECAYING.values(), LinearPass.CAUSAL_QUERIES)
+SUMMED = {LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_SUMMED}
+NORMALIZERS = (LinearPass.NORMALIZER, LinearPass.NORMALIZER_GRADIENT)
+CAUSAL_PASSES = (
+    *NORMALIZED, *NORMALIZED.values(), *DECAYING.values(), *SUMMED.values(), *NORMALIZERS, LinearPass.CAUSAL_QUERIES
+)  # fmt: skip
 
 
 class LinearTile(NamedTuple):
@@ -74,6 +81,9 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.CAUSAL_KEYS_NORMALIZED: (_32_SHALLOW, _32_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(64, 8, 1)),
     LinearPass.CAUSAL_DECAY: (_64, _64, _32_FREE, _64_TWO, _64_TWO),
     LinearPass.CAUSAL_KEYS_DECAY: (_32_FREE, _32_FREE, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
+    LinearPass.CAUSAL_KEYS_SUMMED: (LinearTile(16, 8, 3),) * 4 + (LinearTile(64, 8, 1),),  # for more than SUMMED_STATE
+    LinearPass.NORMALIZER: (_64,),
+    LinearPass.NORMALIZER_GRADIENT: (_64,),
 }  # fmt: skip
 BOUNDS = (2048, 4096, 8192, 16384, 24576)
 NARROWEST = 16  # minimum number of channels of a tile on matrix units
@@ -87,6 +97,7 @@ LARGEST = 2 * 32768  # maximum number of bytes of a state, as operands
 PIECE = 128  # tokens; a multiple of every block_n
 SHORTEST = 256  # minimum number of tokens in a piece, if there is work for all multiprocessors
 FEW_PROGRAMS = 256  # just under two per multiprocessor
+SUMMED_STATE = 8192  # elements; for larger states, other kernels compute an unrotated normaliser with a causal mask
 LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
 STATE_TO_PART = 4  # a part has at least one token for this many elements of a state
 # State elements that a program of a scan sums, and pieces that the program loads at once. If there are too few programs
