@@ -78,6 +78,12 @@ def test_the_table_of_conventions(site):
     assert re.search(r'^ *\| DINOv3, Cosmos, GLM-Image +\| "half" +\| "major_first" +\|$', RotateMd.__doc__, re.M)
 
 
+def test_intervals_stay_on_one_line(site):
+    text = (site / "results" / "training-steps.html").read_text(encoding="utf-8")
+    assert "\u00a0±\u00a0" in text
+    assert not re.search(r"\d ± \d", text)
+
+
 def test_asterisks_stay(site):
     text = (site / "image.html").read_text(encoding="utf-8")
     assert "train/CLASS/*.png" in text
