@@ -78,10 +78,12 @@ def test_the_table_of_conventions(site):
     assert re.search(r'^ *\| DINOv3, Cosmos, GLM-Image +\| "half" +\| "major_first" +\|$', RotateMd.__doc__, re.M)
 
 
-def test_intervals_stay_on_one_line(site):
-    text = (site / "results" / "training-steps.html").read_text(encoding="utf-8")
-    assert "\u00a0±\u00a0" in text
-    assert not re.search(r"\d ± \d", text)
+def test_intervals_and_sizes_in_tables_stay_on_one_line(site):
+    for name, sign in (("training-steps", "±"), ("performance", "×")):
+        text = (site / "results" / f"{name}.html").read_text(encoding="utf-8")
+        cells = "".join(re.findall(r"<td.*?</td>", text))
+        assert re.search(rf"\d\u00a0{sign}\u00a0\d", cells)
+        assert f" {sign} " not in cells
 
 
 def test_asterisks_stay(site):
