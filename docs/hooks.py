@@ -16,6 +16,8 @@ LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)((?:#[^)]*)?\))")
 CODE = re.compile(r"^(?:```\w*\n(.*?)^```)", re.M | re.S)
 ROOM = 92  # columns of code next to the table of contents
 CHECKOUT = re.compile(r"^In a checkout, the entries below show only names\..*\n\n", re.M)
+ROW = re.compile(r"^\|.*", re.M)
+UNBROKEN = re.compile(r"(?<=\d) ([±×]) (?=\d)")  # narrow columns don't break here
 KEPT = "repository"  # where such files are on the site
 
 
@@ -38,7 +40,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if any(len(line) > ROOM for code in CODE.findall(markdown) for line in code.splitlines()):
         page.meta["hide"] = ["toc"]  # wide code uses the room of the table of contents
     here = posixpath.dirname(page.file.src_uri)
-    markdown = CHECKOUT.sub("", markdown)
+    markdown = ROW.sub(lambda row: UNBROKEN.sub("\u00a0\\1\u00a0", row[0]), CHECKOUT.sub("", markdown))
 
     def move(link: re.Match[str]) -> str:
         name = outside(here, link[2])

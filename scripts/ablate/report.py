@@ -191,7 +191,8 @@ def render(folder: Path) -> str:
     shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)
     text = (folder / "table.md").read_text(encoding="utf-8")
     note = config.get("note", "")  # results of an earlier version have a note
-    return page(f"Comparison: {name}", COMMAND, note, shown, text)
+    names = "See [what the names of encodings mean](../which-encoding.md#names-of-encodings)."
+    return page(f"Comparison: {name}", COMMAND, note, shown, names, text)
 
 
 def write_pages(to: Path) -> None:

@@ -324,6 +324,38 @@ def test_losses_at_other_sizes_are_measured():
     assert f"rotation {rotate} points and a sine-cosine table {sincos}." in text
 
 
+def read_values(comparison, measure="value"):
+    """Return the values at the training size, by encoding, attention and seed."""
+    rows = pd.read_csv(ROOT / "scripts" / "results" / f"ablate-{comparison}" / "results.csv", keep_default_na=False)
+    rows = rows[(rows["size"] == rows["size"].iloc[0]) & (rows.positions == "extrapolated")]
+    return rows.astype({measure: float}).set_index(["encoding", "attention", "seed"])[measure]
+
+
+def test_differences_of_bases_are_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    images, diffusion = map(read_values, ("image-bases", "diffusion-bases"))
+    runs = [("rotate", "softmax"), ("rotate", "linear"), ("cosine-silu", "softmax")]
+    pairs = [images[f"{name}:base=10000", kind] - images[f"{name}:base=100", kind] for name, kind in runs]
+    worse = -pd.concat(pairs)
+    better = diffusion["rotate:base=100", "softmax"] - diffusion["rotate:base=10000", "softmax"]
+    assert f"base 10,000 was {worse.mean():.1f} ± {2.306 * worse.sem():.1f} points worse" in text
+    assert f"the lowest held-out loss, by {better.mean():.3f} ± {4.303 * better.sem():.3f}." in text
+
+
+def test_equal_time_and_qk_norm_are_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    more = []
+    for task in ("diffusion", "image", "video"):
+        steps = read_values(f"{task}-equal-time", "steps")["rotate"].groupby("attention").median()
+        more.append(abs(100 * steps["linear"] / steps["softmax"] - 100))
+    assert (
+        "ran {:.0f}% more steps in the same time. On images and clips, it ran {:.0f}% and {:.0f}% fewer".format(*more)
+        in text
+    )
+    plain, normed = (read_values(name)["rotate", "softmax"].mean() for name in ("image-2e-3", "image-2e-3-qk-norm"))
+    assert f"rotation reaches {plain:.1f}%, and [{normed:.1f}% with qk-norm]" in text
+
+
 def test_gains_of_linear_attention_are_measured():
     text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
     rows: Any = pd.read_csv(ROOT / "scripts" / "results" / "linear-scaling.csv")

@@ -78,6 +78,14 @@ def test_the_table_of_conventions(site):
     assert re.search(r'^ *\| DINOv3, Cosmos, GLM-Image +\| "half" +\| "major_first" +\|$', RotateMd.__doc__, re.M)
 
 
+def test_intervals_and_sizes_in_tables_stay_on_one_line(site):
+    for name, sign in (("training-steps", "±"), ("performance", "×")):
+        text = (site / "results" / f"{name}.html").read_text(encoding="utf-8")
+        cells = "".join(re.findall(r"<td.*?</td>", text))
+        assert re.search(rf"\d\u00a0{sign}\u00a0\d", cells)
+        assert f" {sign} " not in cells
+
+
 def test_asterisks_stay(site):
     text = (site / "image.html").read_text(encoding="utf-8")
     assert "train/CLASS/*.png" in text
