@@ -764,7 +764,7 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
     args = (
         *(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, o)), gates_with_strides(inputs),
         (inputs.flatten_queries(variant), inputs.flatten_keys(variant)), slot_states or (None, None),
-        sum_normalizer(inputs, slot_states, variant)[0], pieces.numbers, inputs.counts(pieces),
+        launch_normalizer(inputs, slot_states, variant)[0], pieces.numbers, inputs.counts(pieces),
         inputs.call.attention.eps,
     )  # fmt: skip
     launch_with_fallback(
@@ -772,7 +772,7 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
     )
 
 
-def sum_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Variant) -> tuple[Any, Any]:
+def launch_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Variant) -> tuple[Any, Any]:
     """Return z of each query and, if the variant is for a backward pass, Z at each token. Otherwise return None.
 
     The variant describes the kernel that needs them. Without V.summed, it needs neither.
@@ -1123,7 +1123,7 @@ def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states
     tensors = tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, grads.dq))
     args = (
         tensors, gates_with_strides(inputs), sides, slot_states or (None, None),
-        sum_normalizer(inputs, slot_states, variant), scales, grads.q_partial, pieces.numbers, inputs.counts(pieces),
+        launch_normalizer(inputs, slot_states, variant), scales, grads.q_partial, pieces.numbers, inputs.counts(pieces),
         inputs.call.attention.eps,
     )  # fmt: skip
     launch_with_fallback(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, config)
