@@ -370,8 +370,8 @@ class LaunchInputs:
         ptx = has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
-        summed = causal and state > SUMMED_STATE and self.log_decay is None
-        summed = summed and self.call.attention.normalizer == "unrotated"
+        normalizer = self.call.attention.normalizer
+        summed = causal and normalizer == "unrotated" and state > SUMMED_STATE and self.log_decay is None
         rows = SUMMED if summed else self._choose_rows(spec)
         tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
@@ -385,7 +385,6 @@ class LaunchInputs:
         fields = describe_tables(tables, self.weights)
         if spec.map == "none":
             fields["num_axes"] = 0
-        normalizer = self.call.attention.normalizer
         sum_blocks = {"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[normalizer]
         variant = Variant(
             *spec, head_dim=sizes.head_dim, **fields, **tiles._asdict(), backward=stage not in FORWARD,
@@ -764,7 +763,7 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
     args = (
         *(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, o)), gates_with_strides(inputs),
         (inputs.flatten_queries(variant), inputs.flatten_keys(variant)), slot_states or (None, None),
-        sum_normalizer(inputs, slot_states, variant)[0], pieces.numbers, inputs.counts(pieces),
+        launch_normalizer(inputs, slot_states, variant)[0], pieces.numbers, inputs.counts(pieces),
         inputs.call.attention.eps,
     )  # fmt: skip
     launch_with_fallback(
@@ -772,7 +771,7 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
     )
 
 
-def sum_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Variant) -> tuple[Any, Any]:
+def launch_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Variant) -> tuple[Any, Any]:
     """Return z of each query and, if the variant is for a backward pass, Z at each token. Otherwise return None.
 
     The variant describes the kernel that needs them. Without V.summed, it needs neither.
@@ -1123,7 +1122,7 @@ def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states
     tensors = tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, grads.dq))
     args = (
         tensors, gates_with_strides(inputs), sides, slot_states or (None, None),
-        sum_normalizer(inputs, slot_states, variant), scales, grads.q_partial, pieces.numbers, inputs.counts(pieces),
+        launch_normalizer(inputs, slot_states, variant), scales, grads.q_partial, pieces.numbers, inputs.counts(pieces),
         inputs.call.attention.eps,
     )  # fmt: skip
     launch_with_fallback(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, config)
