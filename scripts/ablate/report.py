@@ -40,7 +40,7 @@ def choose_baseline(baseline: str | None, trained: Iterable[tuple[str, str]]) ->
     pairs = ["/".join(pair) for pair in trained]
     names = list(dict.fromkeys(pair.rpartition("/")[2] for pair in pairs))
     if baseline is not None and baseline not in [*names, *pairs]:
-        expected = f"one of the trained encodings ({', '.join(names)}), or ATTENTION/ENCODING"
+        expected = f"one of the trained encodings ({', '.join(names)}), or ATTENTION/NAME"
         raise typer.BadParameter(explain_unknown("--baseline", baseline, [*names, *pairs], expected))
     return BASELINE if baseline is None else baseline
 
