@@ -490,6 +490,10 @@ class Preset:
         sides = "".join(f", {name}={count}" for name, count in counts.items() if count)
         return f"pass positions=Grid({shape}{sides}), or "
 
+    def has_grid(self, num_axes: int) -> bool:
+        """Return whether images (2 axes) or videos (3) are on a :class:`Grid`, whose positions can be interpolated."""
+        return isinstance(self._place((2,) * num_axes, {}), Grid)
+
     def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
         """Call the scheme's grid function, and check the result."""
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from lrpe_md import Grid, Memory, Scheme, list_presets
+from lrpe_md import Grid, Memory, Scheme, list_presets, preset
 from lrpe_md.checks import is_finite_number, suggest
 from lrpe_md.integrations.encoding import encoding_options
 from lrpe_md.presets.registry import REGISTERED
@@ -72,8 +72,11 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 def has_coordinates(arguments: dict[str, Any]) -> bool:
-    """Return whether the positions of a vision transformer with these arguments can be rescaled to a reference grid."""
-    return arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
+    """Return whether the positions of a model with these arguments can be rescaled to a reference grid."""
+    encoding = arguments.get("encoding")
+    if encoding in list_presets():
+        return preset(encoding).has_grid(arguments.get("num_axes", 3 if "num_frames" in arguments else 2))
+    return encoding is not None or arguments.get("absolute") == "sincos"
 
 
 def find_reference(settings: dict[str, Any], frames: int = 0) -> str:

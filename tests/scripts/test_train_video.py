@@ -267,6 +267,24 @@ def test_training_learns_the_direction_of_time(footage, tmp_path, capsys):
 
 
 @needs_decoder
+@pytest.mark.parametrize(
+    ("options", "references"),
+    [
+        ({"encoding": "videorope", "dim": 32}, {"extrapolated": None}),
+        ({"causal": True}, {"extrapolated": None, "rescaled": (None, 2, 2)}),
+    ],
+)
+def test_tables_of_positions_and_the_time_of_a_stream_are_not_rescaled(
+    footage, tmp_path, monkeypatch, options, references
+):
+    seen = []
+    monkeypatch.setattr(train_video, "accuracy", lambda config, model, *rest: seen.append(model.reference) or 50.0)
+    config = VideoTraining(data=[footage], out=tmp_path / "run", **{**SMALL, "steps": 1, "test_size": 0, **options})
+    assert set(train_video.run(config)["accuracy"]) == set(references)
+    assert set(seen) == set(references.values())
+
+
+@needs_decoder
 @pytest.mark.parametrize("task", ["arrow", "order"])
 @pytest.mark.parametrize("encoding", ["none", "space-only"])
 def test_model_without_temporal_positions_is_at_chance(footage, tmp_path, encoding, task):
@@ -308,7 +326,8 @@ def test_invalid_options(footage, tmp_path):
     for wrong in ("8", "4x10", "0x8", "4x8x8"):
         assert said + wrong in refused("--reference", wrong)
     assert "--reference 1x4: expected more than one patch" in refused("--reference", "1x4")
-    assert "--encoding none has no positions to map" in refused("--reference", "4x8", "--encoding", "none")
+    for name in ("none", "videorope"):
+        assert f"--encoding {name} has no grid positions to map" in refused("--reference", "4x8", "--encoding", name)
     said = "--reference 6x8: expected 4 frames, the --frames, because a model that streams can't rescale time, got 6; "
     assert f"{said}pass --reference 4x8" in refused("--reference", "6x8", "--causal")
     assert "expected a multiple of 3" in refused("--accumulate", "3")

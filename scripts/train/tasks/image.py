@@ -160,7 +160,7 @@ class ImageTraining(Training):
             check_ignored(self, "without", "does not work with streamed data; leave it out")
         if self.reference and not has_coordinates(shape_arguments(self)):
             raise typer.BadParameter(
-                f"--reference {self.reference}: --encoding {self.encoding} has no positions to map; leave out "
+                f"--reference {self.reference}: --encoding {self.encoding} has no grid positions to map; leave out "
                 "--reference"
             )
         if self.reference and max(parse_size("--reference", self.reference, self.patch)) == self.patch:
