@@ -72,11 +72,15 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 def has_coordinates(arguments: dict[str, Any]) -> bool:
-    """Return whether the positions of a model with these arguments can be rescaled to a reference grid."""
-    encoding = arguments.get("encoding")
-    if encoding in list_presets():
-        return preset(encoding).has_grid(arguments.get("num_axes", 3 if "num_frames" in arguments else 2))
-    return encoding is not None or arguments.get("absolute") == "sincos"
+    """Return whether the positions of a vision transformer with these arguments can be rescaled to a reference grid."""
+    is_encoded = arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
+    return is_encoded and not has_position_table(arguments)
+
+
+def has_position_table(arguments: dict[str, Any]) -> bool:
+    """Return whether a model with these arguments has a preset that places tokens by a table instead of a grid."""
+    encoding, axes = arguments.get("encoding"), arguments.get("num_axes", 3 if "num_frames" in arguments else 2)
+    return encoding in list_presets() and not preset(encoding).has_grid(axes)
 
 
 def find_reference(settings: dict[str, Any], frames: int = 0) -> str:

@@ -137,7 +137,7 @@ def placements(model: Any) -> Iterator[str]:
     own, grid, made = model.reference, model.patch_embed.grid_size, EncodingStack(model.encoding).preset
     if getattr(model, "causal", None) is not None:
         grid = None, *grid[1:]
-    ways = {"extrapolated": None} if own is None else {}
+    ways: dict[str, Any] = {"extrapolated": None} if own is None else {}
     if made is None or made.has_grid(len(grid)):
         ways["rescaled"] = own or grid
     for name, reference in ways.items():
