@@ -501,8 +501,8 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     The patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated
     over time (I3D, arXiv 1705.07750; ViViT). With joint attention, a video without motion then has the same features as
     its image, except that prefix tokens have less weight among more tokens. With factorised attention, every second
-    block attends along time, so features differ. A position table is dropped if the model has none. Frequencies
-    that are missing from the weights stay as they are in the model. So does the head if the number of classes differs. If
+    block attends along time, so features differ. A position table is dropped if the model has none. Frequencies that
+    are missing from the weights stay as they are in the model. So does the head if the number of classes differs. If
     the model averages tokens, the final norm of a model with a class token follows the average.
 
     A learned table must have the same height and width in both models. If it doesn't, call timm's
