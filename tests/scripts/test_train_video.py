@@ -327,7 +327,8 @@ def test_invalid_options(footage, tmp_path):
         assert said + wrong in refused("--reference", wrong)
     assert "--reference 1x4: expected more than one patch" in refused("--reference", "1x4")
     for name in ("none", "videorope"):
-        assert f"--encoding {name} has no grid positions to map" in refused("--reference", "4x8", "--encoding", name)
+        said = refused("--reference", "4x8", "--encoding", name, "--heads", "3")
+        assert f"--encoding {name} has no grid positions to map" in said
     said = "--reference 6x8: expected 4 frames, the --frames, because a model that streams can't rescale time, got 6; "
     assert f"{said}pass --reference 4x8" in refused("--reference", "6x8", "--causal")
     assert "expected a multiple of 3" in refused("--accumulate", "3")
