@@ -329,6 +329,10 @@ class Scheme:
                     f"augment: expected AugmentPositions' arguments, got {self.augment}: {error}"
                 ) from error
 
+    def has_grid(self, num_axes: int) -> bool:
+        """Return whether images (2 axes) or videos (3) are on a :class:`Grid`, whose positions can be interpolated."""
+        return isinstance(self.grid((2,) * num_axes), Grid)
+
     def to_dict(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> dict[str, Any]:
         """Return the fields that differ from their defaults as plain lists, numbers and strings, for JSON or YAML.
 
@@ -489,10 +493,6 @@ class Preset:
         counts = {"prefix": sum(segments[:first]), "suffix": sum(segments[first + 1 :])}
         sides = "".join(f", {name}={count}" for name, count in counts.items() if count)
         return f"pass positions=Grid({shape}{sides}), or "
-
-    def has_grid(self, num_axes: int) -> bool:
-        """Return whether images (2 axes) or videos (3) are on a :class:`Grid`, whose positions can be interpolated."""
-        return isinstance(self._place((2,) * num_axes, {}), Grid)
 
     def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
         """Call the scheme's grid function, and check the result."""

@@ -138,7 +138,7 @@ def placements(model: Any) -> Iterator[str]:
     if getattr(model, "causal", None) is not None:
         grid = None, *grid[1:]
     ways: dict[str, Any] = {"extrapolated": None} if own is None else {}
-    if made is None or made.has_grid(len(grid)):
+    if made is None or made.scheme.has_grid(len(grid)):
         ways["rescaled"] = own or grid
     for name, reference in ways.items():
         model.reference = reference

@@ -17,13 +17,15 @@ from lrpe_md.models.video import LrpeVideoTransformer
 from lrpe_md.models.vit import LrpeVisionTransformer
 from lrpe_md.scripts.train.data import videos as video_data
 from lrpe_md.scripts.train.data.videos import TASKS, VideoError, decode, find_videos, ordered, segments
-from lrpe_md.scripts.train.encodings import VIDEOS
+from lrpe_md.scripts.train.encodings import VIDEOS, has_position_table
 from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
 from lrpe_md.scripts.train.weights import start_from
 from torch import nn
 from train_commands import flags, output_of, with_options
+
+from lrpe_md import list_presets
 
 DECODERS = [name for name in video_data.DECODERS if video_data.importlib.util.find_spec(video_data.DECODERS[name])]
 needs_decoder = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
@@ -264,6 +266,12 @@ def test_training_learns_the_direction_of_time(footage, tmp_path, capsys):
     }
     # a finished run is not trained again
     assert train_video.run(config)["accuracy"] == result["accuracy"]
+
+
+def test_every_preset_for_videos_has_a_grid_or_a_table():
+    tables = {name for name in list_presets() if has_position_table({"encoding": name, "num_frames": 4})}
+    assert {"videorope", "hope", "circle_rope"} <= tables
+    assert not tables & {"wan", "mochi", "mhrope", "qwen2_vl"}
 
 
 @needs_decoder
