@@ -588,7 +588,7 @@ class DiT(nn.Module):
             raise ValueError(
                 f"t: expected a floating-point tensor of shape ({x.shape[0]},), one value per sample, got {found}"
             )
-        if any(n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):
+        if any(n < p or n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):
             raise ValueError(f"x: expected sizes that are multiples of {self.patch_size}, got {tuple(x.shape[2:])}")
         return tuple(n // p for n, p in zip(x.shape[2:], self.patch_size, strict=True))
 

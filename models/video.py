@@ -79,7 +79,7 @@ class TubeletEmbed(nn.Module):
 
     def dynamic_feat_size(self, size: Sequence[int]) -> tuple[int, ...]:
         """Return the grid size (T, H, W) for a video of size (frames, height, width)."""
-        if len(size) != 3 or any(n % p for n, p in zip(size, self.patch_size, strict=True)):
+        if len(size) != 3 or any(n < p or n % p for n, p in zip(size, self.patch_size, strict=True)):
             raise ValueError(
                 f"x: expected frames, height and width to be multiples of {self.patch_size} "
                 f"(tubelet_size, patch_size), got {tuple(size)}; crop or pad it"
@@ -499,10 +499,11 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Convert weights of an image model, or of a video model with a different position embedding, for use in ``model``.
 
     The patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated
-    over time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the same features as its image, except
-    that prefix tokens have less weight among more tokens. A position table is dropped if the model has none.
-    Frequencies that are missing from the weights stay as they are in the model. So does the head if the number of
-    classes differs. If the model averages tokens, the final norm of a model with a class token follows the average.
+    over time (I3D, arXiv 1705.07750; ViViT). With joint attention, a video without motion then has the same features as
+    its image, except that prefix tokens have less weight among more tokens. With factorised attention, every second
+    block attends along time, so features differ. A position table is dropped if the model has none. Frequencies that
+    are missing from the weights stay as they are in the model. So does the head if the number of classes differs. If
+    the model averages tokens, the final norm of a model with a class token follows the average.
 
     A learned table must have the same height and width in both models. If it doesn't, call timm's
     ``image.set_input_size(img_size)`` first, which resamples the table.

@@ -12,16 +12,13 @@ from pathlib import Path
 import lrpe_md.models.video  # noqa: F401  registers models with timm
 import timm
 import torch
-from lrpe_md.scripts.train.data.videos import VideoError, decode
+from lrpe_md.scripts.train.data.videos import VideoError, decode, find_videos
 from timm.optim import create_optimizer_v2
 
 
 def read_clip(path: Path, num_frames: int, size: int) -> torch.Tensor:
     """Read evenly spaced frames from a file, cropped to their central square: (3, frames, size, size) in [-1, 1]."""
-    try:
-        frames = decode(path, size)
-    except VideoError as error:
-        raise SystemExit(str(error)) from error
+    frames = decode(path, size)
     chosen = torch.linspace(0, len(frames) - 1, num_frames).round().long()
     return frames[chosen].transpose(0, 1).float() / 127.5 - 1
 
@@ -29,9 +26,9 @@ def read_clip(path: Path, num_frames: int, size: int) -> torch.Tensor:
 def read_folder(folder: Path, num_frames: int, size: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Read clips (N, 3, frames, size, size), their class indices (N,), and the class names."""
     classes = sorted(path.name for path in folder.glob("*") if path.is_dir())
-    files = [(path, i) for i, name in enumerate(classes) for path in sorted((folder / name).glob("*.mp4"))]
+    files = [(path, i) for i, name in enumerate(classes) for path in find_videos([folder / name])]
     if not files:
-        raise SystemExit(f"--data {folder}: expected CLASS/*.mp4, found none")
+        raise VideoError(f"--data {folder}: expected CLASS/*.mp4, found none")
     clips = torch.stack([read_clip(path, num_frames, size) for path, _ in files])
     return clips, torch.tensor([label for _, label in files]), classes
 
@@ -49,7 +46,10 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
     if args.size % 16 or args.frames % 2:
         parser.error(f"--size, --frames: expected multiples of 16 and 2, got {args.size}, {args.frames}")
     torch.manual_seed(0)
-    clips, labels, classes = read_folder(args.data, 2 * args.frames, args.size)
+    try:
+        clips, labels, classes = read_folder(args.data, 2 * args.frames, args.size)
+    except VideoError as error:
+        raise SystemExit(str(error)) from error
     order = torch.randperm(len(clips), generator=torch.Generator().manual_seed(0))
     test, train = order[: len(order) // 4], order[len(order) // 4 :]
     model = timm.create_model(

@@ -329,6 +329,10 @@ class Scheme:
                     f"augment: expected AugmentPositions' arguments, got {self.augment}: {error}"
                 ) from error
 
+    def has_grid(self, num_axes: int) -> bool:
+        """Return whether images (2 axes) or videos (3) are on a :class:`Grid`, whose positions can be interpolated."""
+        return isinstance(self.grid((2,) * num_axes), Grid)
+
     def to_dict(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> dict[str, Any]:
         """Return the fields that differ from their defaults as plain lists, numbers and strings, for JSON or YAML.
 

@@ -61,6 +61,10 @@ PANELS = {
     "What is compared": "encoding attention seeds full baseline", "Training": "assignments smoke device",
     "Process and output": "out shard workers",
 }  # fmt: skip
+Baseline = Annotated[
+    str | None,
+    typer.Option(help="Baseline of the report: NAME, or ATTENTION/NAME to compare across attention. (default: rotate)"),
+]
 
 
 @app.command(cls=Command, epilog="Example: lrpe-md ablate run image FASHION_MNIST -e rotate -e dinov3 --out runs/image")
@@ -92,9 +96,7 @@ def run(
     full: Annotated[
         bool, typer.Option("--full", help="For digits and recall: use more encodings and seeds, and train longer.")
     ] = False,
-    baseline: Annotated[
-        str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")
-    ] = None,
+    baseline: Baseline = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", help="Option of `lrpe-md train TASK`, as NAME=VALUE, such as lr=1e-3; repeatable."),
@@ -132,7 +134,7 @@ def run(
     console, mine = Console(soft_wrap=True, highlight=False), missing(todo, share)
     workers = min(workers, max(len(mine), 1))
     turn = turn_of(where) if timed else None
-    console.print(f"{out}: {where}, {len(mine)} of {len(todo)} remaining runs in this process, {workers} in parallel")
+    console.print(f"{out}: {where}, {len(mine)} of {len(todo)} runs to train in this process, {workers} in parallel")
     try:
         with options_as_set(chosen):
             show_results(console, train_all(comparison, mine, workers, turn, warned), len(mine), chosen.measure)
@@ -168,7 +170,7 @@ def show_results(console: Console, results: Iterable[dict[str, Any]], total: int
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
     """Check the baseline, and write config.json. If the folder has a comparison with the same options, extend it."""
     here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
-    choose_baseline(baseline, [name for _, name in whole.pairs])
+    choose_baseline(baseline, whole.pairs)
     open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
 
 
@@ -182,16 +184,24 @@ def select_encodings(
         backbone.find(name)
         if slash:
             backbone.split_attention(kind, "--encoding")
+        if slash and attention and kind not in attention:
+            raise typer.BadParameter(
+                f"--encoding {kind}/{name}: expected a kind of attention from --attention, one of "
+                f"{', '.join(attention)}; leave out --attention, or add --attention {kind}"
+            )
     with_attention = pairs and all(slash for _, slash, _ in pairs)
     compared = task.full.compared if full and task.full else task.compared
-    kinds = list(dict.fromkeys(attention or ([kind for kind, *_ in pairs] if with_attention else compared)))
+    kinds = list(dict.fromkeys(attention or (() if with_attention else compared)))
     for kind in kinds:
         backbone.split_attention(kind)
     if not pairs:
         # Softmax attention supports every encoding that linear attention supports.
         linear = {kind: next((k for k in kind.split(",") if k != "softmax"), kind) for kind in kinds}
         return {kind: list(compared.get(kind) or compared.get(linear[kind], task.encodings)) for kind in kinds}
-    named = {kind: [name for of, _, name in pairs if of in ("", kind)] for kind in kinds}
+    named: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for kind, _, name in pairs:
+        for each in [kind] if kind else kinds:
+            named.setdefault(each, []).append(name)
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 
 
@@ -240,7 +250,7 @@ def report(
     folder: Annotated[
         Path | None, typer.Option(help="Output folder of `run`. (default: report every folder in scripts/results)")
     ] = None,
-    baseline: Annotated[str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")] = None,
+    baseline: Baseline = None,
     against: Annotated[
         Path | None,
         typer.Option(help="Another output folder of `run`; also list the differences from it, paired by seed."),

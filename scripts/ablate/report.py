@@ -15,7 +15,7 @@ from ..common.folder import ROOT, read_json, show_value, write, write_config
 from ..common.markdown import PICTURES, page, table, write_page
 from ..train.samples import write_comparison
 from . import report_lengths, report_recall, report_sizes
-from .report_sizes import KEYS, explain_intervals, find_free, show_difference, subtract
+from .report_sizes import KEYS, default_options, explain_intervals, find_free, show_difference, subtract
 from .tasks import TASKS, collect
 
 COMMAND = "lrpe-md ablate report"
@@ -31,16 +31,17 @@ PLOTS = {
 BASELINE = "rotate"
 
 
-def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
-    """Return the encoding to use as the baseline. None means :data:`BASELINE`, even if it was not trained.
+def choose_baseline(baseline: str | None, trained: Iterable[tuple[str, str]]) -> str:
+    """Return the baseline, ENCODING or ATTENTION/ENCODING. None means :data:`BASELINE`, even if it was not trained.
 
     Raises:
-        typer.BadParameter: if the baseline is not one of the trained encodings.
+        typer.BadParameter: if the baseline is not one of the ``trained`` pairs (attention, encoding).
     """
-    names = list(dict.fromkeys(trained))
-    if baseline is not None and baseline not in names:
-        expected = f"one of the trained encodings ({', '.join(names)})"
-        raise typer.BadParameter(explain_unknown("--baseline", baseline, names, expected))
+    pairs = ["/".join(pair) for pair in trained]
+    names = list(dict.fromkeys(pair.rpartition("/")[2] for pair in pairs))
+    if baseline is not None and baseline not in [*names, *pairs]:
+        expected = f"one of the trained encodings ({', '.join(names)}), or ATTENTION/NAME"
+        raise typer.BadParameter(explain_unknown("--baseline", baseline, [*names, *pairs], expected))
     return BASELINE if baseline is None else baseline
 
 
@@ -90,7 +91,8 @@ def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any],
         for key in dict.fromkeys(each[:-1] for each in found.index)
     ]
     free = find_free(settings)
-    here, there = ({"data": each["data"], **each["training"]} for each in (settings, other))
+    # Results of earlier versions lack newer options, whose defaults keep the earlier behaviour.
+    here, there = (default_options(task) | {"data": each["data"], **each["training"]} for each in (settings, other))
     changes = [
         f"`{name}` {show_value(here.get(name))} (there {show_value(there.get(name))})"
         for name in dict.fromkeys([*here, *there])
@@ -98,6 +100,7 @@ def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any],
     ]
     what = f"Different settings: {', '.join(changes) or 'none'}. Results are paired by seed"
     text = f"**Difference from the runs in {against}.** {what}{explain_intervals(found)}"
+    text += f" About the runs in {against}: {note}" if (note := read_config(against).get("note")) else ""
     return "\n".join([text, "", *table([*keys, *columns], rows, len(keys))])
 
 
@@ -138,10 +141,12 @@ def write_report(folder: Path, baseline: str | None, against: Path | None = None
     if files:
         write(folder / "results.csv", collect(files, task.series).to_csv(index=False))
     results = read_results(folder)
-    chosen, trained = choose_baseline(baseline or config.get("baseline"), results.encoding), set(results.encoding)
+    trained = list(dict.fromkeys(zip(results.attention, results.encoding, strict=True)))
+    chosen = choose_baseline(baseline or config.get("baseline"), trained)
     if baseline is not None:
         write_config(folder / "config.json", {**config, "baseline": baseline})
     text = LAYOUTS[task.layout](results, config, chosen)
+    without_differences = len(trained) > 1 and "ifference from" not in text
     if against is not None:
         text += "\n" + compare_folders(folder, results, config, against)
     write(folder / "table.md", text)
@@ -155,10 +160,13 @@ def write_report(folder: Path, baseline: str | None, against: Path | None = None
     }
     if samples:
         write_comparison(folder / "samples.png", samples)
-    if chosen not in trained and len(trained) > 1:  # without differences
-        text += (
-            f"\nNo differences are listed, because {chosen} was not trained; choose a different one with --baseline."
-        )
+    if without_differences:
+        of = next((attention for attention, name in trained if name == chosen), None)
+        reason, choice = f"{chosen} was not trained", "a different one with --baseline"
+        if of:
+            reason = f"each kind of attention has only one encoding, or lacks {chosen}"
+            choice = f"--baseline {of}/{chosen} to compare all kinds"
+        text += f"\nNo differences are listed, because {reason}; choose {choice}."
     print(f"\n{text}", *(folder / name for name in ("table.md", "results.csv", *task.plots)), sep="\n")
 
 

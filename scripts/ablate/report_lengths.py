@@ -12,7 +12,15 @@ from ..common.markdown import table
 from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
 from ..train.tasks.lm import DEFAULT_LENGTHS, count_windows, skipped_lengths
-from .report_sizes import KEYS, count_seeds, describe_training, explain_intervals, show_difference, subtract
+from .report_sizes import (
+    KEYS,
+    count_seeds,
+    describe_training,
+    explain_intervals,
+    find_baseline,
+    show_difference,
+    subtract,
+)
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
@@ -41,13 +49,14 @@ def ranking(results: Any) -> list[str]:
 
 
 def _differences(whole: Any, baseline: str, lengths: list[int]) -> list[str]:
-    """Compare each name with the baseline in the same kind of attention."""
-    is_base = (whole.encoding == baseline) & (whole.positions == "none")
-    found = subtract(whole[~is_base], whole[is_base], ["attention", "length"], ["name", "length"])
+    """Compare each name with the baseline; see :func:`find_baseline`."""
+    mask, same = find_baseline(whole, baseline)
+    is_base = mask & (whole.positions == "none")
+    found = subtract(whole[~is_base], whole[is_base], [*same, "length"], ["name", "length"])
     if found.empty:
         return []
     what = f"Results are paired by seed{explain_intervals(found)}"
-    if whole.attention.nunique() > 1:
+    if same and whole.attention.nunique() > 1:
         what = f"Encodings are compared within the same kind of attention. {what}"
     rows = [
         [name, *(show_difference(found.loc[(name, n)], 3) if (name, n) in found.index else "" for n in lengths)]

@@ -93,7 +93,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     for kind in KINDS:
         lines += [f"{NAMES[kind]}:", "", *_accuracies(results, kind)]
     bold = f", in bold if the interval excludes zero. {NO_INTERVAL}" if seeds > 1 else ""
-    for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
+    memory, _, encoding = baseline.rpartition("/")
+    for changed, base, same in (("attention", memory or MEMORY, "positions"), ("encoding", encoding, "memory")):
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):
             lines += [

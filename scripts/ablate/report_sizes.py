@@ -14,7 +14,7 @@ from ..common.folder import show_value
 from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
-from .tasks import TASKS
+from .tasks import TASKS, Task
 
 KEYS = ["encoding", "attention"]
 RISE = "largest rise in loss"
@@ -53,6 +53,7 @@ def subtract(results: Any, base: Any, common: list[str], keys: list[str], level:
     """
     where = [*common, "seed"]
     paired = results.join(base.set_index(where)["value"].rename("base"), on=where, how="inner")
+    paired = paired.reset_index(drop=True)  # without rows in common, pandas names the index after ``where``
     groups = paired.assign(gap=paired.value - paired.base).groupby(keys, sort=False)["gap"]
     found = groups.agg(["mean", "std", "count"])
     # Accuracies on few test images tie by chance. An interval of zero width would look like certainty.
@@ -62,10 +63,21 @@ def subtract(results: Any, base: Any, common: list[str], keys: list[str], level:
     return pd.DataFrame({"mean": found["mean"], "half": width, "pairs": found["count"]})
 
 
+def find_baseline(results: Any, baseline: str) -> tuple[Any, list[str]]:
+    """Return the mask of a baseline's rows, and the columns in which other rows must agree with it.
+
+    An encoding is compared within the same kind of attention, and ATTENTION/ENCODING with all other rows.
+    """
+    attention, slash, encoding = baseline.rpartition("/")
+    mask = results.encoding == encoding
+    return (mask & (results.attention == attention), []) if slash else (mask, ["attention"])
+
+
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Compare each encoding with the baseline in the same kind of attention; see :func:`subtract`."""
-    is_base, common = results.encoding == baseline, [*KEYS[1:], "positions", "size"]
-    return subtract(results[~is_base], results[is_base], common, [KEYS[0], *common], level)
+    """Compare each encoding with the baseline; see :func:`find_baseline` and :func:`subtract`."""
+    is_base, same = find_baseline(results, baseline)
+    of = ["positions", "size"]
+    return subtract(results[~is_base], results[is_base], [*same, *of], [*KEYS, *of], level)
 
 
 def show_difference(row: Any, digits: int) -> str:
@@ -109,15 +121,19 @@ def _accuracy(results: pd.DataFrame, ranking: list[Any], digits: int) -> list[st
 
 def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digits: int) -> list[str]:
     found, columns = difference(results, baseline), sizes(results)
+    if found.empty:
+        return []
+    within = "" if "/" in baseline else "Encodings are compared within the same kind of attention, and results"
+    what = f"{within or 'Results'} are paired by seed{explain_intervals(found)}"
 
     def cell(key: tuple[str, ...]) -> str:
         if key not in found.index:
             return ""
         return show_difference(found.loc[key], digits)
 
-    lines = []
+    lines = [f"**Difference from {baseline}.** {what}", ""]
     for positions in POSITIONS:
-        rows = [[*key, *(cell((*key, positions, size)) for size in columns)] for key in ranking if key[0] != baseline]
+        rows = [[*key, *(cell((*key, positions, size)) for size in columns)] for key in ranking]
         shown = [row for row in rows if any(row[2:])]
         lines += [f"{positions.capitalize()} positions:", "", *table([*KEYS, *columns], shown, len(KEYS))]
     return lines
@@ -137,7 +153,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
         return "" if pd.isna(value) else format(value, form)
 
     def speed(value: float) -> str:
-        return cell(value, ".2f" if value >= 0.1 else ".2g")
+        return cell(value, ".2f" if value >= 0.1 else "#.2g")
 
     # Runs with a time budget train one at a time.
     timed = "counted_seconds" in runs and runs.counted_seconds.notna().any()
@@ -192,10 +208,14 @@ def find_free(settings: dict[str, Any]) -> set[str]:
     return {f.name for f in fields(TASKS[settings["task"]].config) if f.metadata["free"] and f.name not in affects}
 
 
+def default_options(task: Task) -> dict[str, Any]:
+    return {f.name: f.default for f in fields(task.config) if f.default is not MISSING}
+
+
 def find_changes(settings: dict[str, Any]) -> list[str]:
     """Return the settings that differ from the task's defaults as "name value", except settings that the text names."""
     task, training, free = TASKS[settings["task"]], settings["training"], find_free(settings)
-    defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING} | task.defaults
+    defaults = default_options(task) | task.defaults
     named = ("steps", "seconds", "batch", "lr", "precision", "compile", "cuda_graphs")
     return [
         f"`{name}` {show_value(training[name])}"
@@ -237,10 +257,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     if "test_images" in results:
         notes.append(describe_test_images(results["test_images"].iloc[0]))
     lines += [" ".join(notes), ""] if notes else []
-    if baseline in set(results.encoding) and results.encoding.nunique() > 1:
-        what = "Encodings are compared within the same kind of attention, and results are paired by seed"
-        what += explain_intervals(difference(results, baseline))
-        lines += [f"**Difference from {baseline}.** {what}", "", *_differences(results, ranking, baseline, digits)]
+    lines += _differences(results, ranking, baseline, digits)
     lines += summarize_trainings(results, ranking)
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 

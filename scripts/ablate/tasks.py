@@ -114,10 +114,6 @@ def held_out(result: dict[str, Any]) -> Values:
 
 
 def accuracy(result: dict[str, Any]) -> Values:
-    return {positions: result["accuracy"][positions] for positions in ("extrapolated", "rescaled")}
-
-
-def answers(result: dict[str, Any]) -> Values:
     return result["accuracy"]
 
 
@@ -193,7 +189,7 @@ TASKS = {
             **dict.fromkeys(MEMORIES, ("none", "rotate", "rotate-numerator")),
         },
         {**TINY, "dim": 16, "keys": 4, "values": 4, "writes": 2, "questions": 1, "test_clips": 2},
-        answers, "accuracy, %", True, layout="recall", series="question", plots={"frames.png": "recall"},
+        accuracy, "accuracy, %", True, layout="recall", series="question", plots={"frames.png": "recall"},
         data=("8x4x4",),
         full=Full(
             {

@@ -74,15 +74,19 @@ def batches(rows: pd.DataFrame) -> str:
     return f"A batch has {listed}, {counted}. " if found else ""
 
 
+def list_notes(*notes: str) -> list[str]:
+    """Return the lines of a list below a table."""
+    return [*(f"- {note.strip()}" for note in notes if note), ""]
+
+
 def training(file: Path, newer: Path | None = None) -> str:
     """Render a table with a row for each encoding, and a column for each model and mode."""
     if not file.exists():
         return ""
     rows = read(file, newer)
     timm = (
-        "Rows in bold use lrpe-md. timm-axial and timm-mixed are compared with timm-none, which is timm's RoPE-ViT "
-        "without RoPE. timm-none is compared with timm's plain ViT. In the video layer, timm-axial is compared with "
-        "the layer without positions. "
+        "timm-axial and timm-mixed are compared with timm-none, which is timm's RoPE-ViT without RoPE. timm-none is "
+        "compared with timm's plain ViT. In the video layer, timm-axial is compared with the layer without positions. "
     )
     timm *= "timm-none" in set(rows.encoding)
     again = "Rows that end in -again use `keep_encoded=False`, which re-encodes q and k in the backward pass. "
@@ -94,7 +98,7 @@ def training(file: Path, newer: Path | None = None) -> str:
     joined *= bool((rows.ratio_p50[(rows["mode"] == "eager") & (rows.encoding == "axial")] < 1).any())
     lines = [
         "**Training steps.** The table lists the overhead in time and in peak memory, compared with the same model "
-        f"without position encoding. {timm}{again}{joined}{batches(rows)}{how(rows)}{where(rows)}.",
+        f"without position encoding.{' Rows in bold use lrpe-md.' * bool(timm)}",
         "",
     ]
     columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))
@@ -105,7 +109,8 @@ def training(file: Path, newer: Path | None = None) -> str:
             cell = rows[(rows.model == model) & (rows["mode"] == mode) & (rows.encoding == name)]
             cells.append("".join(f"{time_and_memory(r)}{marks(r, rows)}" for r in cell.itertuples()))
         found.append([f"**{name}**" if not name.startswith("timm") else name, *cells])
-    return "\n".join(lines + table(["", *(f"{model}, {mode}" for model, mode in columns)], found))
+    notes = list_notes(timm, again, joined, batches(rows), how(rows), f"{where(rows)}.")
+    return "\n".join(lines + table(["", *(f"{model}, {mode}" for model, mode in columns)], found) + notes)
 
 
 def backbones(file: Path) -> str:
@@ -121,9 +126,7 @@ def backbones(file: Path) -> str:
     lines = [
         "**Training steps of this project's backbones**, on random data. The table lists millions of patches per "
         "second and peak memory. The changes relative to the same model without position encoding "
-        f"(none) are in brackets. {fused}{batches(rows)}{how(rows)}To repeat the measurements, run "
-        "`lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv`. "
-        f"{where(rows)}.",
+        "(none) are in brackets.",
         "",
     ]
     modes = list(dict.fromkeys(rows["mode"]))
@@ -134,7 +137,11 @@ def backbones(file: Path) -> str:
             cell = rows[(rows.model == model) & (rows["mode"] == mode) & (rows.encoding == name)]
             cells.append("".join(f"{speed_and_memory(r)}{marks(r, rows)}" for r in cell.itertuples()))
         found.append([f"{model}, {name}", *cells])
-    return "\n".join(lines + table(["", *modes], found))
+    command = "lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv"
+    notes = list_notes(
+        fused, batches(rows), how(rows), f"To repeat the measurements, run `{command}`.", f"{where(rows)}."
+    )
+    return "\n".join(lines + table(["", *modes], found) + notes)
 
 
 def adapted(file: Path) -> str:
@@ -145,9 +152,7 @@ def adapted(file: Path) -> str:
     lines = [
         "**Models from other libraries** have their published width, a few layers and bfloat16 weights. The table "
         "lists the original model's time per step, in milliseconds. The changes in time and memory with "
-        f"`adapt_rotary` are in brackets. {batches(rows)}{how(rows)}"
-        f"To repeat the measurements, run `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. "
-        f"{where(rows)}.",
+        "`adapt_rotary` are in brackets.",
         "",
     ]
     modes = list(dict.fromkeys(rows["mode"]))
@@ -162,9 +167,10 @@ def adapted(file: Path) -> str:
             stock, ours = part.loc["stock"], part.loc["adapted"]
             cells.append(f"{stock.ms_p50:.1f} ms ({time_and_memory(ours)}){marks(ours, rows)}")
         found.append([model, *cells])
-    return "\n".join(
-        lines + table(["", *("eager inference" if mode == "inference" else mode for mode in modes)], found)
-    )
+    command = f"lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}"
+    notes = list_notes(batches(rows), how(rows), f"To repeat the measurements, run `{command}`.", f"{where(rows)}.")
+    heads = ["", *("eager inference" if mode == "inference" else mode for mode in modes)]
+    return "\n".join(lines + table(heads, found) + notes)
 
 
 def speed_and_memory(row: Any) -> str:

@@ -14,7 +14,7 @@ import typer
 from lrpe_md import Grid, Memory, Scheme, list_presets
 from lrpe_md.checks import is_finite_number, suggest
 from lrpe_md.integrations.encoding import encoding_options
-from lrpe_md.presets.registry import REGISTERED
+from lrpe_md.presets.registry import REGISTERED, find_scheme
 from lrpe_md.presets.scheme import make_preset
 
 from ..common.options import choose, in_shell_terms
@@ -73,7 +73,14 @@ ENCODINGS: dict[str, Encoding] = {
 
 def has_coordinates(arguments: dict[str, Any]) -> bool:
     """Return whether the positions of a vision transformer with these arguments can be rescaled to a reference grid."""
-    return arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
+    is_encoded = arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
+    return is_encoded and not has_position_table(arguments)
+
+
+def has_position_table(arguments: dict[str, Any]) -> bool:
+    """Return whether a model with these arguments has a preset that places tokens by a table instead of a grid."""
+    encoding, axes = arguments.get("encoding"), arguments.get("num_axes", 3 if "num_frames" in arguments else 2)
+    return encoding in list_presets() and not find_scheme(encoding)[1].has_grid(axes)
 
 
 def find_reference(settings: dict[str, Any], frames: int = 0) -> str:

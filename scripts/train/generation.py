@@ -41,6 +41,7 @@ class Evaluation:
         decoder: decoder of latents, or None if the values are pixels.
         prediction: what the model predicts; see :mod:`models.flow`.
         limit: maximum number of held-out samples.
+        can_rescale: whether the model's positions can be rescaled.
         device: device of the model.
     """
 
@@ -49,6 +50,7 @@ class Evaluation:
     decoder: Decoder | None
     prediction: Prediction
     limit: int
+    can_rescale: bool
     device: torch.device
 
     @property
@@ -57,12 +59,13 @@ class Evaluation:
 
     @property
     def settings(self) -> list[Setting]:
-        """Return the training sizes, and the test size with both extrapolated and rescaled positions."""
+        """Return the training sizes, and the test size with extrapolated and, if possible, rescaled positions."""
         train_sizes = self.source.train_sizes
         found = [Setting(self._name(size), size) for size in train_sizes]
         for size in self.source.values.sizes[len(train_sizes) :]:
             name = self._name(size)
-            found += [Setting(f"{name} extrapolated", size), Setting(f"{name} rescaled", size, True)]
+            found += [Setting(f"{name} extrapolated", size)]
+            found += [Setting(f"{name} rescaled", size, True)] * self.can_rescale
         return found
 
     def _name(self, size: int) -> str:

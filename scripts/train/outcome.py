@@ -12,6 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lrpe_md.integrations.encoding import EncodingStack
+
 from ..common.devices import gpu_name
 from ..common.folder import flat, write
 from ..common.options import plural
@@ -128,12 +130,17 @@ def is_series(value: Any) -> bool:
 def placements(model: Any) -> Iterator[str]:
     """Iterate over the ways to place tokens at unseen sizes. Set each one in the model, and yield its name.
 
-    "extrapolated" uses one unit per token, and "rescaled" interpolates to the training grid. A model that was trained
-    with a reference grid is only "rescaled", to that grid.
+    "extrapolated" uses one unit per token, and "rescaled" interpolates to the training grid, except along time if the
+    model streams. A model that was trained with a reference grid is only "rescaled", to that grid. A preset whose
+    positions are a table is only "extrapolated".
     """
-    own = model.reference
-    ways = {"extrapolated": None, "rescaled": model.patch_embed.grid_size}
-    for name, reference in (ways if own is None else {"rescaled": own}).items():
+    own, grid, made = model.reference, model.patch_embed.grid_size, EncodingStack(model.encoding).preset
+    if getattr(model, "causal", None) is not None:
+        grid = None, *grid[1:]
+    ways: dict[str, Any] = {"extrapolated": None} if own is None else {}
+    if made is None or made.scheme.has_grid(len(grid)):
+        ways["rescaled"] = own or grid
+    for name, reference in ways.items():
         model.reference = reference
         yield name
     model.reference = own

@@ -24,7 +24,7 @@ from ..common.options import choose, plural
 from .checkpoint import restore
 from .conditions import build_encoder
 from .data.buckets import parse_size
-from .encodings import restore_arguments
+from .encodings import has_position_table, restore_arguments
 from .generation import as_images
 from .samplers import SAMPLERS, Sampling, draw_samples
 from .samples import pixels, write_sheet
@@ -134,7 +134,8 @@ def build_model(settings: dict[str, Any]) -> DiT:
     """Build the model of a run from its settings. At other sizes, the model rescales positions to the training grid."""
     model = DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
     multiple = settings["patch"] * settings.get("latents", {}).get("factor", 1)
-    model.reference = TrainedGrids(tuple(size / multiple for size in settings["train_sizes"]))
+    if not has_position_table(settings["model"]):
+        model.reference = TrainedGrids(tuple(size / multiple for size in settings["train_sizes"]))
     model.prediction = settings["prediction"]
     return model
 

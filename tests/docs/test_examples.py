@@ -155,9 +155,11 @@ def test_video_clips(tmp_path):
     module = load("video_clips")
     accuracy = module.main(command)
     assert set(accuracy) == {4, 8}
-    (tmp_path / "data" / "right" / "9.mp4").write_bytes(b"no video")
-    assert "9.mp4 can't be read as a video" in reject("video_clips", *command)
+    (tmp_path / "data" / "right" / "9.MP4").write_bytes(b"no video")
+    assert "9.MP4 can't be read as a video" in reject("video_clips", *command)
     reject("video_clips", *command, "--size", 40)
+    (tmp_path / "data" / "up").mkdir()
+    assert "up: expected videos" in reject("video_clips", *command)
     clip = module.read_clip(tmp_path / "data" / "right" / "0.mp4", 5, 32)
     assert clip.shape == (3, 5, 32, 32)
     places = (clip[0] > 0).float().sum(1).argmax(-1)  # column of the square in each frame

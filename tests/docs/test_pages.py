@@ -42,7 +42,7 @@ PRINTED = {  # expected output by page; the code on other pages prints nothing
     "modules.md": ["[('decay', 0.001, 0.05), ('no_decay', 0.001, 0.0), ('frequencies', 0.0001, 0.0)]"],
     "presets.md": ["577"],
     "text.md": ["True"],
-    "video.md": ["torch.Size([1, 10])", "torch.Size([1, 10])", "True", "torch.Size([1, 16, 5, 8, 12])"],
+    "video.md": [*["torch.Size([1, 10])"] * 2, "True", "[1.0, 2.0]", "torch.Size([1, 16, 5, 8, 12])"],
     "which-encoding.md": ["torch.Size([2, 1000])"],
     "your-own-code-base.md": ["torch.Size([1, 96, 64])", "True", "True", "torch.Size([1, 24, 31, 128])"],
 }  # fmt: skip

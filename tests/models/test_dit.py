@@ -313,6 +313,7 @@ BAD = {
     ),
     "channels last": (r"got \(2, 8, 8, 3\); .*pass x.movedim\(3, 1\)", lambda: dit()(torch.randn(2, 8, 8, 3), None)),
     "odd size": (r"x: expected sizes that are multiples of \(2, 2\), got \(8, 7\)", lambda: dit()(*inputs(8, 7))),
+    "no rows": (r"x: expected sizes that are multiples of \(2, 2\), got \(0, 8\)", lambda: dit()(*inputs(0, 8))),
     "time as a number": (r"t: expected a floating-point .*, got 0\.5$", lambda: dit()(inputs()[0], 0.5)),
     "grids": (r"sides: expected positive numbers, such as \(8,\), got 8", lambda: TrainedGrids(8)),
     "empty grids": (r"sides: expected positive numbers, such as \(8,\), got \(\)", lambda: TrainedGrids(())),

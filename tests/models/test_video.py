@@ -463,8 +463,9 @@ def test_invalid_inputs():
     with pytest.raises(ValueError, match=r"got \(2, 4, 3, 8, 8\); if axis 2 has the channels, pass x\.movedim\(2, 1\)"):
         model(video().transpose(1, 2))
     assert model(video().transpose(1, 2).movedim(2, 1)).shape == (2, 5)
-    with pytest.raises(ValueError, match="multiples of"):
-        model(video(4, 9, 8))
+    for size in ((4, 9, 8), (0, 8, 8)):
+        with pytest.raises(ValueError, match="multiples of"):
+            model(video(*size))
     with pytest.raises(ValueError, match="attn_mask"):
         model(video(), attn_mask=torch.ones(17, 17, dtype=torch.bool))
     with pytest.raises(ValueError, match="keep: expected an integer tensor"):

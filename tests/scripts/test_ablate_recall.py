@@ -143,6 +143,11 @@ def test_numbers_of_the_tables() -> None:
     positions = rows_of(text[text.index("difference from rotate with the same memory") :], "Key lookups")
     assert list(positions) == [("add", "none"), ("delta", "none")]
     assert positions["add", "none"][0] == "+60.0"  # the same for all seeds
+    other = report_recall.markdown(RESULTS, CONFIG, "delta/none")
+    assert list(rows_of(other[other.index("difference from delta with") :], "Key")) == [
+        ("add", "none"), ("add", "rotate")
+    ]  # fmt: skip
+    assert "difference from none with the same memory" in other
 
     assert "mean ± half-width of the 95% confidence interval (Student's t) over 3 seeds. Chance is 12.5%" in text
     assert (

@@ -27,6 +27,7 @@ from lrpe_md.scripts.train.data.records import Split
 from lrpe_md.scripts.train.data.values import hash_data
 from lrpe_md.scripts.train.encodings import CAPTIONED
 from lrpe_md.scripts.train.generation import Evaluation
+from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import diffusion as train_diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 from train_commands import Killed, die_after, with_options
@@ -226,6 +227,12 @@ def test_a_run_lowers_the_loss_and_shows_samples(folder, tmp_path):
     assert {images.shape[0] for images in columns.values()} == {len(captions)}
     assert columns["8x8"].shape[1:] == (8, 8, 3)
     assert not np.array_equal(columns["12x12 extrapolated"], columns["12x12 rescaled"])
+
+
+def test_tables_of_positions_are_not_rescaled(folder, tmp_path):
+    result = run(config(folder, tmp_path / "run", steps=1, encoding="cogview4"))
+    assert set(result["held_out"]) == {"test_pairs", "8x8", "12x12 extrapolated"}
+    assert load_run(tmp_path / "run").reference is None
 
 
 def test_captions_are_dropped_and_the_evaluation_repeats(folder, tmp_path):

@@ -331,7 +331,7 @@ def test_ablate_refuses_runs_of_another_definition_of_a_scheme(tmp_path, registe
     command += ("--out", tmp_path, "--baseline", registered)
     assert invoke(ablate, *command, "-e", registered, "--seeds", "1").exit_code == 0
     again = invoke(ablate, *command, "-e", registered, "--seeds", "1")
-    assert "0 of 1 remaining runs" in again.output
+    assert "0 of 1 runs to train" in again.output
     register_scheme(registered, replace(OWN, frequencies=Axial((1, 1), 3.0)), overwrite=True)
     refused = invoke(ablate, *command, "-e", registered, "--seeds", "2")
     assert refused.exit_code == 2

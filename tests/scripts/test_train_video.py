@@ -17,13 +17,15 @@ from lrpe_md.models.video import LrpeVideoTransformer
 from lrpe_md.models.vit import LrpeVisionTransformer
 from lrpe_md.scripts.train.data import videos as video_data
 from lrpe_md.scripts.train.data.videos import TASKS, VideoError, decode, find_videos, ordered, segments
-from lrpe_md.scripts.train.encodings import VIDEOS
+from lrpe_md.scripts.train.encodings import VIDEOS, has_position_table
 from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
 from lrpe_md.scripts.train.weights import start_from
 from torch import nn
 from train_commands import flags, output_of, with_options
+
+from lrpe_md import list_presets
 
 DECODERS = [name for name in video_data.DECODERS if video_data.importlib.util.find_spec(video_data.DECODERS[name])]
 needs_decoder = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
@@ -266,6 +268,30 @@ def test_training_learns_the_direction_of_time(footage, tmp_path, capsys):
     assert train_video.run(config)["accuracy"] == result["accuracy"]
 
 
+def test_every_preset_for_videos_has_a_grid_or_a_table():
+    tables = {name for name in list_presets() if has_position_table({"encoding": name, "num_frames": 4})}
+    assert {"videorope", "hope", "circle_rope"} <= tables
+    assert not tables & {"wan", "mochi", "mhrope", "qwen2_vl"}
+
+
+@needs_decoder
+@pytest.mark.parametrize(
+    ("options", "references"),
+    [
+        ({"encoding": "videorope", "dim": 32}, {"extrapolated": None}),
+        ({"causal": True}, {"extrapolated": None, "rescaled": (None, 2, 2)}),
+    ],
+)
+def test_tables_of_positions_and_the_time_of_a_stream_are_not_rescaled(
+    footage, tmp_path, monkeypatch, options, references
+):
+    seen = []
+    monkeypatch.setattr(train_video, "accuracy", lambda config, model, *rest: seen.append(model.reference) or 50.0)
+    config = VideoTraining(data=[footage], out=tmp_path / "run", **{**SMALL, "steps": 1, "test_size": 0, **options})
+    assert set(train_video.run(config)["accuracy"]) == set(references)
+    assert set(seen) == set(references.values())
+
+
 @needs_decoder
 @pytest.mark.parametrize("task", ["arrow", "order"])
 @pytest.mark.parametrize("encoding", ["none", "space-only"])
@@ -308,7 +334,9 @@ def test_invalid_options(footage, tmp_path):
     for wrong in ("8", "4x10", "0x8", "4x8x8"):
         assert said + wrong in refused("--reference", wrong)
     assert "--reference 1x4: expected more than one patch" in refused("--reference", "1x4")
-    assert "--encoding none has no positions to map" in refused("--reference", "4x8", "--encoding", "none")
+    for name in ("none", "videorope"):
+        said = refused("--reference", "4x8", "--encoding", name, "--heads", "3")
+        assert f"--encoding {name} has no grid positions to map" in said
     said = "--reference 6x8: expected 4 frames, the --frames, because a model that streams can't rescale time, got 6; "
     assert f"{said}pass --reference 4x8" in refused("--reference", "6x8", "--causal")
     assert "expected a multiple of 3" in refused("--accumulate", "3")

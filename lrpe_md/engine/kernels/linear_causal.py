@@ -305,35 +305,56 @@ def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
 
 
 @triton.jit
-def point_to_sums(p_sums, place, N, i: tl.constexpr, V: tl.constexpr):
-    """Return the pointers to tile i of a block's running sums (B, H_k, N, padded channels)."""
-    row, n0, o_n = place
+def point_to_sums(p_sums, place, sizes, i: tl.constexpr, V: tl.constexpr):
+    """Return the pointers to tile i of a block's running sums (B, H_k, N, padded channels). ``sizes`` is (H_k, N)."""
+    b, g, n0, o_n, _m_n = place
+    G, N = sizes
     WIDTH: tl.constexpr = V.sum_begins[len(V.sum_blocks)]
     o_c = V.sum_begins[i] + tl.arange(0, V.sum_blocks[i])
-    return p_sums + (tl.cast(row, tl.int64) * N + n0) * WIDTH + o_n[:, None] * WIDTH + o_c[None, :]
+    return p_sums + (tl.cast(b * G + g, tl.int64) * N + n0) * WIDTH + o_n[:, None] * WIDTH + o_c[None, :]
 
 
 @triton.jit
-def load_running_sums(p_sums, place, m_n, N, V: tl.constexpr):
-    """Load the running sums of tokens n0 + o_n, tile by tile. ``place`` is (key head of a sample, n0, o_n)."""
+def load_running_sums(p_sums, place, sizes, V: tl.constexpr):
+    """Load the running sums of a block, tile by tile."""
     sums = ()
     for i in tl.static_range(len(V.sum_blocks)):
-        tile = tl.load(point_to_sums(p_sums, place, N, i=i, V=V), mask=m_n[:, None], other=0.0)
+        tile = tl.load(point_to_sums(p_sums, place, sizes, i=i, V=V), mask=place[4][:, None], other=0.0)
         sums += (tile.to(tl.float64 if V.wide else tl.float32),)
     return sums
 
 
 @triton.jit
-def store_running_sums(p_sums, sums, place, m_n, N, V: tl.constexpr):
+def store_running_sums(p_sums, sums, place, sizes, V: tl.constexpr):
     for i in tl.static_range(len(V.sum_blocks)):
-        tl.store(point_to_sums(p_sums, place, N, i=i, V=V), sums[i], mask=m_n[:, None])
+        tl.store(point_to_sums(p_sums, place, sizes, i=i, V=V), sums[i], mask=place[4][:, None])
 
 
 @triton.jit
-def load_denominators(p_z, b, h, sizes, n, m_n):
-    """Load z of tokens n of a query head. ``sizes`` is (H_q, N)."""
+def load_denominators(p_z, queries, sizes):
+    """Load z of ``queries``, which is (sample, head, tokens, mask). ``sizes`` is (H_q, N)."""
+    b, h, n, m_n = queries
     H, N = sizes
     return tl.load(p_z + (tl.cast(b, tl.int64) * H + h) * N + n, mask=m_n, other=0.0)
+
+
+@triton.jit
+def find_normalizer(sums, counts, Z, block_decay, places, sizes, V: tl.constexpr):
+    """Return z of a block's queries, and Z at each token. Without V.summed, compute them from the counts.
+
+    ``sums`` has the pointers to z and Z, and ``counts`` has the features of q and k. ``places`` and ``sizes`` are for
+    :func:`load_denominators` and :func:`load_running_sums`.
+    """
+    if V.summed:
+        p_z, p_sums = sums
+        queries, place = places
+        H, G, N = sizes
+        z = load_denominators(p_z, queries, (H, N))
+        return z, load_running_sums(p_sums, place, (G, N), V=V)
+    else:
+        q_counts, k_counts = counts
+        Z_of_tokens = sum_normalizer(k_counts, Z, block_decay, V=V)
+        return row_dot(q_counts, Z_of_tokens), Z_of_tokens
 
 
 @kernel
@@ -361,11 +382,12 @@ def linear_causal_normalizer_kernel(
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        _k, k_bar, _v, beta, cos_sin = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
+        place = (b, g, n0, o_n, m_n)
+        _k, k_bar, _v, beta, cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         Z_of_tokens = sum_causal(k_bar, Z, causal_mask(V=V), V=V)
         if V.backward:
-            store_running_sums(p_sums, Z_of_tokens, (b * G + g, n0, o_n), m_n, N, V=V)
+            store_running_sums(p_sums, Z_of_tokens, place, (G, N), V=V)
         Z = add_rows(Z, sum_tokens(k_bar))
         for r in range(R):
             h = g * R + r
@@ -405,7 +427,7 @@ def linear_causal_normalizer_gradient_kernel(
             counts = scale_row(q_bar, tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)[:, None])
             sums = mix_tokens(causal_mask_transposed(V=V).to(counts[0].dtype), counts, sums, V=V)
             dZ = add_rows(dZ, sum_tokens(counts))
-        store_running_sums(p_sums, sums, (b * G + g, n0, o_n), m_n, N, V=V)
+        store_running_sums(p_sums, sums, (b, g, n0, o_n, m_n), (G, N), V=V)
 
 
 # --- outputs and gradients ------------------------------------------------------------------------------------------
@@ -447,7 +469,7 @@ def linear_causal_forward_kernel(
         k_hat = map_features(k_bar, k_cos_sin, V=V)
         _x, q_bar, q_hat, _q_cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
         if V.summed:
-            z = load_denominators(p_z, b, h, (G * R, N), n0 + o_n, m_n)
+            z = load_denominators(p_z, (b, h, n0 + o_n, m_n), (G * R, N))
             scale, _is_free = invert_denominator(z, eps, V=V)
         elif V.normalizer != "none":  # computed before the outputs occupy registers
             k_counts = normalizer_features(k_bar, k_hat, V=V)
@@ -476,7 +498,6 @@ def linear_causal_query_kernel(
     """
     gate, decay = gates
     q, k, v, do, dq = tensors
-    p_z, p_sums = sums
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack_numbers(sizes)
@@ -516,14 +537,10 @@ def linear_causal_query_kernel(
         dx_hat = mix_tokens(products, k_hat, dx_hat, V=V)
         dx_bar, dangles = map_features_backward(q_bar, dx_hat, cos_sin, V=V)
         if V.normalizer != "none":
-            if V.summed:
-                z = load_denominators(p_z, b, h, (G * R, N), n0 + o_n, m_n)
-                Z_of_tokens = load_running_sums(p_sums, (b * G + g, n0, o_n), m_n, N, V=V)
-            else:
-                k_counts = normalizer_features(k_bar, k_hat, V=V)
-                q_counts = normalizer_features(q_bar, q_hat, V=V)
-                Z_of_tokens = sum_normalizer(k_counts, Z, block_decay, V=V)
-                z = row_dot(q_counts, Z_of_tokens)
+            q_counts = normalizer_features(q_bar, q_hat, V=V)
+            k_counts = normalizer_features(k_bar, k_hat, V=V)
+            places = ((b, h, n0 + o_n, m_n), place)
+            z, Z_of_tokens = find_normalizer(sums, (q_counts, k_counts), Z, block_decay, places, (G * R, G, N), V=V)
             scale, is_free = invert_denominator(z, eps, V=V)
             dz = tl.where(is_free, -scale * scale * row_dot(q_bar, dx_bar), 0.0)
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
@@ -646,6 +663,15 @@ def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
 
 
 @triton.jit
+def finish_counts(dcounts, p_sums, place, sizes, V: tl.constexpr):
+    """Return the gradient through the normaliser: dcounts or, with V.summed, dZ at each token."""
+    if V.summed:
+        return load_running_sums(p_sums, place, sizes, V=V)
+    else:
+        return dcounts
+
+
+@triton.jit
 def add_to_state(grads, queries, block_decay, V: tl.constexpr):
     """Add the contribution of a block of queries to dS and dZ. The keys of earlier blocks need these gradients."""
     dS, dZ = grads
@@ -700,9 +726,7 @@ def linear_causal_key_kernel(
         operands = to_operands(dS, V=V)
         scales = (p_scales, (B, G * R), N)
         dv_row = move_tokens(dv_head, n0, V=V)
-        dcounts = ()
-        if not V.summed:
-            dcounts = fade_to_end(broadcast_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), block_decay, V=V)
+        dcounts = fade_to_end(broadcast_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), block_decay, V=V)
         dS, dZ = fade_state(dS, block_decay, V=V), fade_state(dZ, block_decay, V=V)
         if V.has_no_gqa:  # finish dv before starting dk
             queries = load_queries((q, do), (q_side, q_head_tables), cos_sin, scales, place, V=V)
@@ -718,8 +742,7 @@ def linear_causal_key_kernel(
             dv_block = begin_values(k_hat, operands, block_decay, V=V)
             for r in range(R):
                 h = g * R + r
-                place = (b, h, n0, o_n, m_n)
-                queries = load_queries((q, do), (q_side, (q_tables, h)), cos_sin, scales, place, V=V)
+                queries = load_queries((q, do), (q_side, (q_tables, h)), cos_sin, scales, (b, h, n0, o_n, m_n), V=V)
                 dv_block = add_to_values(dv_block, k_hat, queries, block_decay, V=V)
                 dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, block_decay, V=V)
                 dS, dZ = add_to_state((dS, dZ), queries, block_decay, V=V)
@@ -727,10 +750,8 @@ def linear_causal_key_kernel(
         if V.normalizer == "encoded":
             dx_hat = add_rows(dx_hat, dcounts)
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
-        if V.summed:
-            dcounts = load_running_sums(p_sums, (b * G + g, n0, o_n), m_n, N, V=V)
         if V.normalizer == "unrotated":
-            dx_bar = add_rows(dx_bar, dcounts)
+            dx_bar = add_rows(dx_bar, finish_counts(dcounts, p_sums, place, (G, N), V=V))
         if V.need_dweight and V.has_bias:  # dcounts is not 0 for tokens beyond the end
             dx_bar = scale_row(dx_bar, m_n.to(dx_bar[0].dtype)[:, None])
         if V.gated:

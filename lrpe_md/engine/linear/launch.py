@@ -370,8 +370,8 @@ class LaunchInputs:
         ptx = has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
-        summed = causal and state > SUMMED_STATE and self.log_decay is None
-        summed = summed and self.call.attention.normalizer == "unrotated"
+        normalizer = self.call.attention.normalizer
+        summed = causal and normalizer == "unrotated" and state > SUMMED_STATE and self.log_decay is None
         rows = SUMMED if summed else self._choose_rows(spec)
         tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
@@ -385,7 +385,6 @@ class LaunchInputs:
         fields = describe_tables(tables, self.weights)
         if spec.map == "none":
             fields["num_axes"] = 0
-        normalizer = self.call.attention.normalizer
         sum_blocks = {"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[normalizer]
         variant = Variant(
             *spec, head_dim=sizes.head_dim, **fields, **tiles._asdict(), backward=stage not in FORWARD,

@@ -41,7 +41,7 @@ from ..data.buckets import MAX_RATIO, MIX_SIZES, TEST_SIZE, Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
-from ..encodings import CAPTIONED, MEMORY_HELP, Backbone
+from ..encodings import CAPTIONED, MEMORY_HELP, Backbone, has_position_table
 from ..generation import TIMES, Evaluation
 from ..loop import Trainer
 from ..prompts import words_of
@@ -288,7 +288,8 @@ def make_evaluation(
 ) -> Evaluation:
     patch_size = (1,) * (config.num_axes - 2) + (config.patch, config.patch)
     prediction = cast(Prediction, config.prediction)
-    return Evaluation(source, patch_size, decoder, prediction, config.test_samples, device)
+    can_rescale = not has_position_table(model_arguments(config))
+    return Evaluation(source, patch_size, decoder, prediction, config.test_samples, can_rescale, device)
 
 
 def prepare(config: DiffusionTraining, device: torch.device) -> Work:

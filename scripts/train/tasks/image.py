@@ -158,11 +158,6 @@ class ImageTraining(Training):
             check_ignored(self, "label without stream", "does not work with --dataset; leave one of them out")
         elif self.stream or is_stream(self.data):
             check_ignored(self, "without", "does not work with streamed data; leave it out")
-        if self.reference and not has_coordinates(shape_arguments(self)):
-            raise typer.BadParameter(
-                f"--reference {self.reference}: --encoding {self.encoding} has no positions to map; leave out "
-                "--reference"
-            )
         if self.reference and max(parse_size("--reference", self.reference, self.patch)) == self.patch:
             raise typer.BadParameter(explain_single_patch(self.reference))
         if not self.model:
@@ -176,6 +171,11 @@ class ImageTraining(Training):
         if self.augment:
             build_transform(self.shape, self.augment, self.crop)
         self.check_encoding(partial(build, self), {**shape_arguments(self), "in_chans": 3, "num_classes": 2})
+        if self.reference and not has_coordinates(shape_arguments(self)):
+            raise typer.BadParameter(
+                f"--reference {self.reference}: --encoding {self.encoding} has no grid positions to map; leave out "
+                "--reference"
+            )
 
     def _choose_sizes(self) -> None:
         """Replace default values that depend on the data and the model."""

@@ -181,12 +181,12 @@ class VideoTraining(Training):
                 "leave it out"
             )
         check_width("--dim", self.dim, self.heads)
+        self.check_encoding(build_model, model_arguments(self))
         if self.reference and not has_coordinates(model_arguments(self)):
             raise typer.BadParameter(
-                f"--reference {self.reference}: --encoding {self.encoding} has no positions to map; leave out "
+                f"--reference {self.reference}: --encoding {self.encoding} has no grid positions to map; leave out "
                 "--reference"
             )
-        self.check_encoding(build_model, model_arguments(self))
 
     @property
     def reference_grid(self) -> tuple[int | None, int, int] | None:
@@ -444,7 +444,7 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
             for positions in placements(trainer.averaged)
         }
         found = {name: {size: 100 * each.mean().item() for size, each in of.items()} for name, of in right.items()}
-        trained = next(iter(right["rescaled"].values()))  # at the training length and size
+        trained = next(iter(next(iter(right.values())).values()))  # at the training length and size
         labels = videos.labels[tests]
         return {
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
