@@ -20,6 +20,7 @@ from lrpe_md.engine.linear.plan import (
     CAUSAL_PASSES,
     DECAYING,
     NORMALIZED,
+    NORMALIZERS,
     SUMMED,
     SUMMED_STATE,
     TILES,
@@ -40,7 +41,7 @@ FORWARDS = (
     LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL, LinearPass.CAUSAL_NORMALIZED,
     LinearPass.CAUSAL_DECAY,
 )  # fmt: skip
-NORMALIZING = (*NORMALIZED.values(), *SUMMED.values(), LinearPass.NORMALIZER, LinearPass.NORMALIZER_GRADIENT)
+NORMALIZING = (*NORMALIZED.values(), *SUMMED.values(), *NORMALIZERS)
 FIRST_SUMMED = BOUNDS.index(SUMMED_STATE) + 1  # first tile of a row for states whose normaliser has kernels of its own
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)

@@ -336,8 +336,8 @@ class Variant(NamedTuple):
     feature_widths: tuple[int, ...] = ()
     feature_blocks: tuple[int, ...] = ()
     sum_blocks: tuple[int, ...] = ()  # tiles of the normaliser's features
-    sum_begins: tuple[int, ...] = (0,)  # first column of each of these tiles, and the number of columns
-    summed: bool = False  # with a causal mask: other kernels compute the normaliser of each token
+    sum_begins: tuple[int, ...] = (0,)  # first column of each of these tiles; the last entry is the number of columns
+    summed: bool = False  # causal, without decay: other kernels compute the "unrotated" normaliser of each token
     num_sums: int = 0
     state_size: int = 0  # elements of a head's S and Z
     causal: bool = False

@@ -492,9 +492,9 @@ def linear_causal_query_kernel(
     """Compute dq. Also compute 1/z and dz of each query for the kernels that differentiate the state and the keys.
 
     ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). With V.summed, ``sums`` is z and Z at each token,
-    from :func:`linear_causal_normalizer_kernel`. p_scales has shape (2, B, H, N) and receives 1/z and
-    dz. With V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes
-    from the state before the block, and the result of :func:`sum_crossing`.
+    from :func:`linear_causal_normalizer_kernel`. p_scales has shape (2, B, H, N) and receives 1/z and dz. With
+    V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes from the
+    state before the block, and the result of :func:`sum_crossing`.
     """
     gate, decay = gates
     q, k, v, do, dq = tensors

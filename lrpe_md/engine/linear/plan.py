@@ -6,9 +6,9 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "BOUNDS", "CAUSAL_PASSES", "DECAYING", "NORMALIZED", "PIECE", "SUMMED", "SUMMED_STATE", "TILES", "LinearPass",
-    "LinearTile", "Walk", "choose_scan_tile", "choose_tile", "choose_value_widths", "choose_walk", "choose_widths",
-    "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "pad_width", "shrink",
+    "BOUNDS", "CAUSAL_PASSES", "DECAYING", "NORMALIZED", "NORMALIZERS", "PIECE", "SUMMED", "SUMMED_STATE", "TILES",
+    "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile", "choose_value_widths", "choose_walk",
+    "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "pad_width", "shrink",
 ]  # fmt: skip
 
 
@@ -25,8 +25,8 @@ class LinearPass(Enum):
     CAUSAL = "causal"  # two passes with a causal mask: → o
     CAUSAL_QUERIES = "causal_queries"  # → dq
     CAUSAL_KEYS = "causal_keys"  # → dk, dv
-    CAUSAL_NORMALIZED = "causal_normalized"  # tiles of CAUSAL with a normalizer
-    CAUSAL_KEYS_NORMALIZED = "causal_keys_normalized"  # tiles of CAUSAL_KEYS with a normalizer
+    CAUSAL_NORMALIZED = "causal_normalized"  # tiles of CAUSAL with a normalizer, unless other kernels compute it
+    CAUSAL_KEYS_NORMALIZED = "causal_keys_normalized"  # as above, for CAUSAL_KEYS
     CAUSAL_DECAY = "causal_decay"  # tiles of CAUSAL with a decay and a map, without a normalizer
     CAUSAL_KEYS_DECAY = "causal_keys_decay"  # tiles of CAUSAL_KEYS with a decay and a map, without a normalizer
     CAUSAL_KEYS_SUMMED = "causal_keys_summed"  # tiles of CAUSAL_KEYS for a normalizer that other kernels compute
