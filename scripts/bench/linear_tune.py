@@ -21,8 +21,8 @@ from lrpe_md.engine.linear.plan import (
     DECAYING,
     NORMALIZED,
     NORMALIZERS,
-    SUMMED,
-    SUMMED_STATE,
+    SEPARATE,
+    SEPARATE_STATE,
     TILES,
     LinearPass,
     LinearTile,
@@ -41,8 +41,10 @@ FORWARDS = (
     LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL, LinearPass.CAUSAL_NORMALIZED,
     LinearPass.CAUSAL_DECAY,
 )  # fmt: skip
-NORMALIZING = (*NORMALIZED.values(), *SUMMED.values(), *NORMALIZERS)
-FIRST_SUMMED = BOUNDS.index(SUMMED_STATE) + 1  # first tile of a row for states whose normaliser has kernels of its own
+NORMALIZING = (*NORMALIZED.values(), *SEPARATE.values(), *NORMALIZERS)
+FIRST_SEPARATE = (
+    BOUNDS.index(SEPARATE_STATE) + 1
+)  # first tile of a row for states whose normaliser has kernels of its own
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)
 
@@ -87,8 +89,8 @@ class LinearPlace(NamedTuple):
             names = ("frames-delta",)
         else:
             names = ("img64", "video64")
-        # For large states, an unrotated normaliser uses the tiles of SUMMED.
-        is_encoded = self.stage in NORMALIZED.values() and self.width >= FIRST_SUMMED
+        # For large states, an unrotated normaliser uses the tiles of SEPARATE.
+        is_encoded = self.stage in NORMALIZED.values() and self.width >= FIRST_SEPARATE
         found = {}
         for name in names:
             case = replace(WORKLOADS[name], normalizer="encoded") if is_encoded else WORKLOADS[name]
@@ -154,7 +156,7 @@ def refuse(tile: LinearTile) -> list[LinearTile]:
 
 def choose_places() -> list[LinearPlace]:
     places = [LinearPlace(stage, width) for stage, row in TILES.items() for width in range(len(row))]
-    return [place for place in places if place.stage not in SUMMED.values() or place.width >= FIRST_SUMMED]
+    return [place for place in places if place.stage not in SEPARATE.values() or place.width >= FIRST_SEPARATE]
 
 
 def write_table(tiles: dict[LinearPass, tuple[LinearTile, ...]], write_tile: Callable[[Any], str]) -> str:

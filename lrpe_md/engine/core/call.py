@@ -337,7 +337,8 @@ class Variant(NamedTuple):
     feature_blocks: tuple[int, ...] = ()
     sum_blocks: tuple[int, ...] = ()  # tiles of the normaliser's features
     sum_begins: tuple[int, ...] = (0,)  # first column of each of these tiles; the last entry is the number of columns
-    summed: bool = False  # causal, without decay: other kernels compute the "unrotated" normaliser of each token
+    # Other kernels compute the "unrotated" normaliser of each token (causal, without decay).
+    has_normalizer_kernels: bool = False
     num_sums: int = 0
     state_size: int = 0  # elements of a head's S and Z
     causal: bool = False

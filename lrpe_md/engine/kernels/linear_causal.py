@@ -340,12 +340,12 @@ def load_denominators(p_z, queries, sizes):
 
 @triton.jit
 def find_normalizer(sums, counts, Z, block_decay, places, sizes, V: tl.constexpr):
-    """Return z of a block's queries, and Z at each token. Without V.summed, compute them from the counts.
+    """Return z of a block's queries, and Z at each token. Load them if V.has_normalizer_kernels is set.
 
-    ``sums`` has the pointers to z and Z, and ``counts`` has the features of q and k. ``places`` and ``sizes`` are for
-    :func:`load_denominators` and :func:`load_running_sums`.
+    Otherwise, compute them from the counts. ``sums`` has the pointers to z and Z, and ``counts`` has the features of q
+    and k. ``places`` and ``sizes`` are for :func:`load_denominators` and :func:`load_running_sums`.
     """
-    if V.summed:
+    if V.has_normalizer_kernels:
         p_z, p_sums = sums
         queries, place = places
         H, G, N = sizes
@@ -439,7 +439,7 @@ def linear_causal_forward_kernel(
 ):  # fmt: skip
     """Compute o, with one program for each piece of a query head's tokens. ``gates`` is (β, log g).
 
-    With V.summed, p_z is the output of :func:`linear_causal_normalizer_kernel`.
+    With V.has_normalizer_kernels, p_z is the output of :func:`linear_causal_normalizer_kernel`.
     """
     gate, decay = gates
     p_slots, p_slot_sums = slots
@@ -468,7 +468,7 @@ def linear_causal_forward_kernel(
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
         _x, q_bar, q_hat, _q_cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
-        if V.summed:
+        if V.has_normalizer_kernels:
             z = load_denominators(p_z, (b, h, n0 + o_n, m_n), (G * R, N))
             scale, _is_free = invert_denominator(z, eps, V=V)
         elif V.normalizer != "none":  # computed before the outputs occupy registers
@@ -491,10 +491,10 @@ def linear_causal_query_kernel(
 ):  # fmt: skip
     """Compute dq. Also compute 1/z and dz of each query for the kernels that differentiate the state and the keys.
 
-    ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). With V.summed, ``sums`` is z and Z at each token,
-    from :func:`linear_causal_normalizer_kernel`. p_scales has shape (2, B, H, N) and receives 1/z and dz. With
-    V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes from the
-    state before the block, and the result of :func:`sum_crossing`.
+    ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). With V.has_normalizer_kernels, ``sums`` is z and Z at
+    each token, from :func:`linear_causal_normalizer_kernel`. p_scales has shape (2, B, H, N) and receives 1/z and dz.
+    With V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes from
+    the state before the block, and the result of :func:`sum_crossing`.
     """
     gate, decay = gates
     q, k, v, do, dq = tensors
@@ -557,7 +557,7 @@ def linear_causal_query_kernel(
                 from_state = from_state * scale + dz * row_dot(q_counts, Z_before)
                 count_products = mask_pairs(multiply_tokens(q_counts, k_counts, V=V), block_decay, V=V)
                 crossing = crossing * scale[:, None] + count_products * dz[:, None]
-            if not V.summed:
+            if not V.has_normalizer_kernels:
                 Z = add_rows(fade_state(Z, block_decay, V=V), sum_tokens(fade_to_end(k_counts, block_decay, V=V)))
         if V.need_ddecay:
             tl.store(p_scale + 2 * to_dz + n0 + o_n, from_state, mask=m_n)
@@ -589,7 +589,7 @@ def load_queries(tensors, side, k_cos_sin, scales, place, V: tl.constexpr):
     if V.normalizer != "none":
         p_scale, to_dz = point_to_scales(p_scales, b, h, heads, N)
         scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
-        if not V.summed:
+        if not V.has_normalizer_kernels:
             dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
             q_counts = scale_row(normalizer_features(q_bar, q_hat, V=V), dz[:, None])
         q_hat = scale_row(q_hat, scale[:, None])
@@ -653,7 +653,7 @@ def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
     dx_hat, dcounts = grads
     q_hat, q_counts, do_block = queries
     products = mask_pairs_transposed(multiply_tokens(v_block, do_block, V=V), block_decay, V=V)
-    if V.normalizer != "none" and not V.summed:
+    if V.normalizer != "none" and not V.has_normalizer_kernels:
         if V.memory == "add":
             L, _logs_to_end, _total = block_decay
             dcounts = add_rows(dcounts, mix_exactly(fade_pairs_transposed(L, V=V), q_counts, V=V))
@@ -664,8 +664,8 @@ def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
 
 @triton.jit
 def finish_counts(dcounts, p_sums, place, sizes, V: tl.constexpr):
-    """Return the gradient through the normaliser: dcounts or, with V.summed, dZ at each token."""
-    if V.summed:
+    """Return the gradient through the normaliser: dcounts or, with V.has_normalizer_kernels, dZ at each token."""
+    if V.has_normalizer_kernels:
         return load_running_sums(p_sums, place, sizes, V=V)
     else:
         return dcounts
@@ -676,7 +676,7 @@ def add_to_state(grads, queries, block_decay, V: tl.constexpr):
     """Add the contribution of a block of queries to dS and dZ. The keys of earlier blocks need these gradients."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
-    if V.normalizer != "none" and not V.summed:
+    if V.normalizer != "none" and not V.has_normalizer_kernels:
         dZ = add_rows(dZ, sum_tokens(fade_from_start(q_counts, block_decay, V=V)))
     return add_outer_products(dS, do_block, fade_from_start(q_hat, block_decay, V=V), V=V), dZ
 
@@ -688,7 +688,7 @@ def linear_causal_key_kernel(
     """Compute dk, dv and dβ in a loop from the last token to the first.
 
     ``tensors`` is (q, k, v, do, dk, dv), and ``gates`` is (β, dβ, log g, products). With V.need_ddecay,
-    :func:`store_key_products` writes to products (B, G, N). With V.summed, p_sums is the output of
+    :func:`store_key_products` writes to products (B, G, N). With V.has_normalizer_kernels, p_sums is the output of
     :func:`linear_causal_normalizer_gradient_kernel`.
     """
     q, k, v, do, dk, dv = tensors

@@ -43,8 +43,8 @@ from .plan import (
     DECAYING,
     NARROWEST,
     NORMALIZED,
-    SUMMED,
-    SUMMED_STATE,
+    SEPARATE,
+    SEPARATE_STATE,
     LinearPass,
     LinearTile,
     choose_scan_tile,
@@ -371,8 +371,8 @@ class LaunchInputs:
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
         normalizer = self.call.attention.normalizer
-        summed = causal and normalizer == "unrotated" and state > SUMMED_STATE and self.log_decay is None
-        rows = SUMMED if summed else self._choose_rows(spec)
+        is_separate = causal and normalizer == "unrotated" and state > SEPARATE_STATE and self.log_decay is None
+        rows = SEPARATE if is_separate else self._choose_rows(spec)
         tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
@@ -399,7 +399,7 @@ class LaunchInputs:
             has_no_gqa=causal and sizes.repeats == 1,
             need_dweight=self.needs.norm,
             keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) may differ from 0
-            normalizer=normalizer, summed=summed, gated=self.gate is not None,
+            normalizer=normalizer, has_normalizer_kernels=is_separate, gated=self.gate is not None,
             operand=name_operand(self.dtype),
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, v_begins=v_begins, v_widths=v_widths,
             v_blocks=v_blocks, num_features=sizes.num_features,
@@ -774,9 +774,9 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
 def launch_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Variant) -> tuple[Any, Any]:
     """Return z of each query and, if the variant is for a backward pass, Z at each token. Otherwise return None.
 
-    The variant describes the kernel that needs them. Without V.summed, it needs neither.
+    The variant describes the kernel that needs them. Without has_normalizer_kernels, it needs neither.
     """
-    if not variant.summed:
+    if not variant.has_normalizer_kernels:
         return None, None
     sizes, pieces, backward = inputs.sizes, inputs.pieces(of_queries=False), variant.backward
     config = inputs.describe_both(
@@ -797,8 +797,8 @@ def launch_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Va
 def differentiate_normalizer(
     inputs: LaunchInputs, dslot_states: SlotStates, scales: Tensor, variant: Variant
 ) -> Tensor | None:  # fmt: skip
-    """Return dZ at each token. Without V.summed, the kernel that the variant describes doesn't need it: return None."""
-    if not variant.summed:
+    """Return dZ at each token, or None if the kernel that the variant describes doesn't need it."""
+    if not variant.has_normalizer_kernels:
         return None
     pieces = inputs.pieces(of_queries=True)
     config = inputs.describe(

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "BOUNDS", "CAUSAL_PASSES", "DECAYING", "NORMALIZED", "NORMALIZERS", "PIECE", "SUMMED", "SUMMED_STATE", "TILES",
+    "BOUNDS", "CAUSAL_PASSES", "DECAYING", "NORMALIZED", "NORMALIZERS", "PIECE", "SEPARATE", "SEPARATE_STATE", "TILES",
     "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile", "choose_value_widths", "choose_walk",
     "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "pad_width", "shrink",
 ]  # fmt: skip
@@ -29,7 +29,7 @@ class LinearPass(Enum):
     CAUSAL_KEYS_NORMALIZED = "causal_keys_normalized"  # as above, for CAUSAL_KEYS
     CAUSAL_DECAY = "causal_decay"  # tiles of CAUSAL with a decay and a map, without a normalizer
     CAUSAL_KEYS_DECAY = "causal_keys_decay"  # tiles of CAUSAL_KEYS with a decay and a map, without a normalizer
-    CAUSAL_KEYS_SUMMED = "causal_keys_summed"  # tiles of CAUSAL_KEYS for a normalizer that other kernels compute
+    CAUSAL_KEYS_SEPARATE = "causal_keys_separate"  # tiles of CAUSAL_KEYS for a normalizer that other kernels compute
     NORMALIZER = "normalizer"  # q, k → z and, in the backward pass, Z at each token
     NORMALIZER_GRADIENT = "normalizer_gradient"  # q, dz → dZ at each token
 
@@ -38,10 +38,10 @@ NORMALIZED = {
     LinearPass.CAUSAL: LinearPass.CAUSAL_NORMALIZED, LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_NORMALIZED
 }  # fmt: skip
 DECAYING = {LinearPass.CAUSAL: LinearPass.CAUSAL_DECAY, LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_DECAY}
-SUMMED = {LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_SUMMED}
+SEPARATE = {LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_SEPARATE}
 NORMALIZERS = (LinearPass.NORMALIZER, LinearPass.NORMALIZER_GRADIENT)
 CAUSAL_PASSES = (
-    *NORMALIZED, *NORMALIZED.values(), *DECAYING.values(), *SUMMED.values(), *NORMALIZERS, LinearPass.CAUSAL_QUERIES
+    *NORMALIZED, *NORMALIZED.values(), *DECAYING.values(), *SEPARATE.values(), *NORMALIZERS, LinearPass.CAUSAL_QUERIES
 )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.CAUSAL_KEYS_NORMALIZED: (_32_SHALLOW, _32_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(64, 8, 1)),
     LinearPass.CAUSAL_DECAY: (_64, _64, _32_FREE, _64_TWO, _64_TWO),
     LinearPass.CAUSAL_KEYS_DECAY: (_32_FREE, _32_FREE, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
-    LinearPass.CAUSAL_KEYS_SUMMED: (LinearTile(16, 8, 3),) * 4 + (LinearTile(64, 8, 1),),  # for more than SUMMED_STATE
+    LinearPass.CAUSAL_KEYS_SEPARATE: (LinearTile(16, 8, 3),) * 4 + (LinearTile(64, 8, 1),),  # above SEPARATE_STATE
     LinearPass.NORMALIZER: (_64,),
     LinearPass.NORMALIZER_GRADIENT: (_64,),
 }  # fmt: skip
@@ -97,7 +97,7 @@ LARGEST = 2 * 32768  # maximum number of bytes of a state, as operands
 PIECE = 128  # tokens; a multiple of every block_n
 SHORTEST = 256  # minimum number of tokens in a piece, if there is work for all multiprocessors
 FEW_PROGRAMS = 256  # just under two per multiprocessor
-SUMMED_STATE = 8192  # elements; for larger states, other kernels compute an unrotated normaliser with a causal mask
+SEPARATE_STATE = 8192  # elements; for larger states, other kernels compute an unrotated normaliser with a causal mask
 LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
 STATE_TO_PART = 4  # a part has at least one token for this many elements of a state
 # State elements that a program of a scan sums, and pieces that the program loads at once. If there are too few programs
