@@ -49,7 +49,7 @@ class TableFrequencies(RotateMd):
             if "trained_omega" in self._buffers:
                 raise ValueError(
                     f"omega: expected {self.dtype}, got {omega.dtype}: the model's buffers were cast after its "
-                    "frequencies were changed; change the frequencies again"
+                    "frequencies were changed; set the frequencies again"
                 )
             self.omega = omega = self._initial("omega", omega.device)
         return omega

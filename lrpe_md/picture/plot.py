@@ -81,7 +81,7 @@ def show(
         from .dark import darken
         from .figure import SAVED, draw, draw_comparison, make_view
     except ImportError as error:
-        raise ImportError("show: needs matplotlib, pip install 'lrpe-md[plots]'") from error
+        raise ImportError("show: needs matplotlib; run pip install 'lrpe-md[plots]'") from error
     check_at_least(1, maps=maps)
     check_at_least(0, text=text)
 

@@ -224,9 +224,10 @@ def pivot(file: Path) -> str:
 
 
 HOST_TESTS = (
-    "`python -m scripts.host_tests` runs the libraries' own tests of these models twice: with the original models, and "
-    "with models that are adapted on construction. {passed:,} tests pass with the originals, and {worse} of them fail "
-    "with adapted models. {adapted:,} tests use an adapted model, and the other tests don't build a model."
+    "`python -m scripts.host_tests` runs the libraries' own tests for these models twice: once with the original "
+    "models, and once with models that are adapted on construction. {passed:,} tests pass with the originals, and "
+    "{worse} of them fail with adapted models. {adapted:,} tests use an adapted model, and the other tests don't build "
+    "a model."
 )
 
 

@@ -99,7 +99,7 @@ def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Dec
         )
     if vae == "auto" and "weights" in latents and latents["weights"] != found.digest:
         raise typer.BadParameter(
-            f"--vae: the weights in {latents['vae']} have changed since they encoded the latents; run `train latents` "
+            f"--vae: the weights in {latents['vae']} have changed since the latents were encoded; run `train latents` "
             "again, or pass --vae to decode with another VAE"
         )
     found.scale, found.shift = latents["scale"], latents["shift"]

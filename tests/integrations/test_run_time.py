@@ -717,7 +717,7 @@ def test_buffers_that_were_cast():
     for buffer in model.rope.rotation.buffers():  # the model's own tables are cast as in the original
         buffer.data = buffer.data.to(torch.bfloat16)
     with pytest.raises(
-        ValueError, match=r"omega: expected torch.float64, got torch.bfloat16: .* change the frequencies again"
+        ValueError, match=r"omega: expected torch.float64, got torch.bfloat16: .* set the frequencies again"
     ):
         call_wan(model)
     set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))

@@ -258,7 +258,7 @@ def test_wrong_latents_are_refused(data, tmp_path):
     about = json.loads((folder / "latents.json").read_text(encoding="utf-8"))
     (folder / "latents.json").write_text(json.dumps({**about, "weights": "0" * 16}), encoding="utf-8")
     with pytest.raises(
-        typer.BadParameter, match=r"--vae: the weights in .* have changed since they encoded the latents"
+        typer.BadParameter, match=r"--vae: the weights in .* have changed since the latents were encoded"
     ):
         diffusion.run(config(options, tmp_path / "out"))
     (folder / "latents.json").write_text(json.dumps(about), encoding="utf-8")

@@ -514,7 +514,7 @@ def test_missing_folders_of_a_figure_are_created(tmp_path):
 def test_without_matplotlib():
     code = "import sys; sys.modules['matplotlib'] = None; import lrpe_md; lrpe_md.show('wan')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "ImportError: show: needs matplotlib, pip install 'lrpe-md[plots]'" in done.stderr
+    assert "ImportError: show: needs matplotlib; run pip install 'lrpe-md[plots]'" in done.stderr
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
