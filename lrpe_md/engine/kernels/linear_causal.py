@@ -246,11 +246,17 @@ def sum_causal(counts, Z, tri, V: tl.constexpr):
 
 
 @triton.jit
-def form_queries(q_head, side, k_cos_sin, n0, o_n, m_n, V: tl.constexpr):
-    """Return norm(q), q̄, q̂, and cos and sin of tokens n0 + o_n. With V.one_side, q uses k's cos and sin."""
+def activate_queries(q_head, side, n0, o_n, m_n, V: tl.constexpr):
+    """Return norm(q) and q̄ of tokens n0 + o_n."""
     x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
     x = normalise_tokens(x, side, n0, o_n, V=V)
-    x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=True, V=V)
+    return x, fill_rest(activate_tokens(x, V=V), m_n, TOKENS=True, V=V)
+
+
+@triton.jit
+def form_queries(q_head, side, k_cos_sin, n0, o_n, m_n, V: tl.constexpr):
+    """Return norm(q), q̄, q̂, and cos and sin of tokens n0 + o_n. With V.one_side, q uses k's cos and sin."""
+    x, x_bar = activate_queries(q_head, side, n0, o_n, m_n, V=V)
     cos_sin = k_cos_sin
     if not V.one_side:
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
@@ -332,10 +338,11 @@ def store_running_sums(p_sums, sums, place, sizes, V: tl.constexpr):
 
 @triton.jit
 def load_denominators(p_z, queries, sizes):
-    """Load z of ``queries``, which is (sample, head, tokens, mask). ``sizes`` is (H_q, N)."""
+    """Load z of ``queries``, which is (sample, head, tokens, mask). ``sizes`` is (B, H_q, N)."""
     b, h, n, m_n = queries
-    H, N = sizes
-    return tl.load(p_z + (tl.cast(b, tl.int64) * H + h) * N + n, mask=m_n, other=0.0)
+    B, H, N = sizes
+    p_z_head, _to_dz = point_to_scales(p_z, b, h, (B, H), N)
+    return tl.load(p_z_head + n, mask=m_n, other=0.0)
 
 
 @triton.jit
@@ -348,8 +355,8 @@ def find_normalizer(sums, counts, Z, block_decay, places, sizes, V: tl.constexpr
     if V.has_normalizer_kernels:
         p_z, p_sums = sums
         queries, place = places
-        H, G, N = sizes
-        z = load_denominators(p_z, queries, (H, N))
+        B, H, G, N = sizes
+        z = load_denominators(p_z, queries, (B, H, N))
         return z, load_running_sums(p_sums, place, (G, N), V=V)
     else:
         q_counts, k_counts = counts
@@ -383,7 +390,7 @@ def linear_causal_normalizer_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        _k, k_bar, _v, beta, cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
+        _k, k_bar, _v, beta, _cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         Z_of_tokens = sum_causal(k_bar, Z, causal_mask(V=V), V=V)
         if V.backward:
@@ -392,7 +399,7 @@ def linear_causal_normalizer_kernel(
         for r in range(R):
             h = g * R + r
             q_head = locate_tensor(q, b, h, V=V)
-            _x, q_bar, _q_hat, _c = form_queries(q_head, (q_side, (q_tables, h)), cos_sin, n0, o_n, m_n, V=V)
+            _x, q_bar = activate_queries(q_head, (q_side, (q_tables, h)), n0, o_n, m_n, V=V)
             z = row_dot(q_bar, Z_of_tokens)
             tl.store(p_z + (tl.cast(b, tl.int64) * G * R + h) * N + n0 + o_n, z, mask=m_n)
 
@@ -414,15 +421,11 @@ def linear_causal_normalizer_gradient_kernel(
     for i in tl.range(0, blocks, num_stages=V.stages):
         n0 = begin + (blocks - 1 - i) * V.block_n
         m_n = n0 + o_n < end
-        sums = ()
-        for j in tl.static_range(len(V.sum_blocks)):
-            sums += (tl.broadcast_to(dZ[j][None, :], [V.block_n, V.sum_blocks[j]]),)
+        sums = broadcast_sums(empty_sums(V=V), dZ, V=V)
         for r in range(R):
             h = g * R + r
-            head_side = (side, (tables, h))
             q_head = locate_tensor(q, b, h, V=V)
-            cos_sin = form_block_cos_sin(head_side, n0, o_n, V=V)
-            _x, q_bar, _q_hat, _c = form_queries(q_head, head_side, cos_sin, n0, o_n, m_n, V=V)
+            _x, q_bar = activate_queries(q_head, (side, (tables, h)), n0, o_n, m_n, V=V)
             p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
             counts = scale_row(q_bar, tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)[:, None])
             sums = mix_tokens(causal_mask_transposed(V=V).to(counts[0].dtype), counts, sums, V=V)
@@ -469,7 +472,7 @@ def linear_causal_forward_kernel(
         k_hat = map_features(k_bar, k_cos_sin, V=V)
         _x, q_bar, q_hat, _q_cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
         if V.has_normalizer_kernels:
-            z = load_denominators(p_z, (b, h, n0 + o_n, m_n), (G * R, N))
+            z = load_denominators(p_z, (b, h, n0 + o_n, m_n), (B, G * R, N))
             scale, _is_free = invert_denominator(z, eps, V=V)
         elif V.normalizer != "none":  # computed before the outputs occupy registers
             k_counts = normalizer_features(k_bar, k_hat, V=V)
@@ -540,7 +543,8 @@ def linear_causal_query_kernel(
             q_counts = normalizer_features(q_bar, q_hat, V=V)
             k_counts = normalizer_features(k_bar, k_hat, V=V)
             places = ((b, h, n0 + o_n, m_n), place)
-            z, Z_of_tokens = find_normalizer(sums, (q_counts, k_counts), Z, block_decay, places, (G * R, G, N), V=V)
+            counts = (q_counts, k_counts)
+            z, Z_of_tokens = find_normalizer(sums, counts, Z, block_decay, places, (B, G * R, G, N), V=V)
             scale, is_free = invert_denominator(z, eps, V=V)
             dz = tl.where(is_free, -scale * scale * row_dot(q_bar, dx_bar), 0.0)
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
