@@ -311,7 +311,10 @@ class FrequencyModule(nn.Module):
 
     def get_phase(self) -> Tensor | None:
         """Return the learned phase, (H, C) or (P, H, C) for P groups, or None if there is none."""
-        return None if self.phase is None else self.phase.reshape(self.shapes["phase"])
+        if self._parameters.get("phase", self) is None:  # nn.Module.__getattr__ would take a microsecond
+            return None
+        assert self.phase is not None
+        return self.phase.reshape(self.shapes["phase"])
 
     def _learned(self) -> Tensor:
         omega = self._parameters.get("omega")

@@ -319,16 +319,17 @@ class Rotate1d(RotateMd):
         if attend is not None:
             check_unwritten(out)
             return attend(self.describe()._replace(norm=norm), *xs)
-        same: Any = {
-            "offset": offset, "cu_seqlens": cu_seqlens, "positions": positions, "inverse": inverse, "norm": norm,
-            "out_start": out_start,
-        }  # fmt: skip
-        if qkv is not None or num_key_heads is not None:
-            return encode_qkv(partial(self.forward, **same), xs, qkv, num_key_heads, out)
+        if qkv is not None or num_key_heads is not None or cu_seqlens is not None:
+            again = partial(
+                self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse, norm=norm,
+                out_start=out_start,
+            )  # fmt: skip
+            if qkv is not None or num_key_heads is not None:
+                return encode_qkv(again, xs, qkv, num_key_heads, out)
+            if xs and isinstance(xs[0], Tensor) and xs[0].ndim == 3:
+                return encode_packed(partial(again, out=order_outs(out, xs)), xs)
         if len(xs) == 0:
             raise TypeError("x: expected one tensor or two (q, k), got none")
-        if cu_seqlens is not None and isinstance(xs[0], Tensor) and xs[0].ndim == 3:
-            return encode_packed(partial(self.forward, **same, out=order_outs(out, xs)), xs)
         if positions is None:
             check_input("x", xs[0], xs[0], packed=f"cu_seqlens, or {WHOLE_PACK}")
             positions = text_positions(xs[0], offset, cu_seqlens, self.dim)

@@ -154,7 +154,7 @@ class Grid(Rules):
         exact = self._has_rules
         coords, rotated = grid_coordinates(
             self.num_tokens, self.shape, self.prefix, self.start, None if exact else self.affine(device),
-            self.origin_row, device=device, dtype=torch.float64 if exact else dtype,
+            self.origin, device=device, dtype=torch.float64 if exact else dtype,
         )  # fmt: skip
         if exact:
             coords = torch.where(rotated[:, None], self._placed(coords), 0).to(dtype)
@@ -186,11 +186,6 @@ class Grid(Rules):
             return (index * p + r) / n
         affine: Any = self.affine(index.device)
         return _place_by_fractions(index, affine, torch.tensor(self._sizes, dtype=torch.float64, device=index.device))
-
-    @property
-    def origin_row(self) -> Tensor | None:
-        """The origin as (1, K) or (B, 1, K), to broadcast over tokens, or None."""
-        return None if self.origin is None else self.origin.unsqueeze(-2)
 
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:
         a, b, u, v = _alike(
@@ -323,7 +318,7 @@ class Grid(Rules):
             raise ValueError(f"take: expected a whole grid, got a shard (start={self.start}, length={self.length})")
         check_index(index, self.num_grid_tokens)
         coords = _unravel(index, self.shape)
-        coords = coords if self.origin_row is None else coords + self.origin_row
+        coords = coords if self.origin is None else coords + self.origin.unsqueeze(-2)
         return Coordinates(self._placed(coords), self.prefix, self.suffix)
 
     def floor(self, device: torch.device | str = "cpu") -> Coordinates:
@@ -430,7 +425,7 @@ def grid_coordinates(
 ) -> tuple[Tensor, Tensor]:
     """Return the positions (N, K) of consecutive tokens from ``start`` on, and a mask (N,) of the tokens on the grid.
 
-    origin: (1, K) or (B, 1, K). With the latter, the positions are (B, N, K).
+    origin: (K,) or (B, K). With the latter, the positions are (B, N, K).
     """
     if dtype == torch.float32 and affine is None:
         for size in sizes:
@@ -439,7 +434,7 @@ def grid_coordinates(
     rotated = (index >= 0) & (index < math.prod(sizes))
     coords = _unravel(torch.where(rotated, index, 0), sizes)
     if origin is not None:
-        coords = coords + origin
+        coords = coords + origin.unsqueeze(-2)
     if affine is not None:
         coords = coords.to(affine.dtype) * affine[:, 0] + affine[:, 1]
     return torch.where(rotated[:, None], coords, 0).to(dtype), rotated

@@ -361,6 +361,38 @@ def test_partition_is_optimal(token_blocks, samples, heads, block_r, programs, s
         assert (across, per) == (25, 128)
 
 
+def misalign(t):
+    return torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape)
+
+
+# what changes in the next call with the same sizes, and whether the last launch still fits
+REPEATS = {
+    "values": (lambda x, omega: (x.flip(0), omega.flip(1)), True),
+    "strides": (lambda x, omega: (x.transpose(1, 2).contiguous().transpose(1, 2), omega), False),
+    "alignment": (lambda x, omega: (misalign(x), omega), False),
+    "negative bit of x": (lambda x, omega: (torch._neg_view(x), omega), False),
+    "negative bit of omega": (lambda x, omega: (x, torch._neg_view(omega)), False),
+    "strides of omega": (lambda x, omega: (x, omega.mT.contiguous().mT), False),
+}
+
+
+@pytest.mark.parametrize("change", REPEATS)
+@pytest.mark.parametrize("map", [cosine, rotate])
+def test_repeated_calls_reuse_the_launch(monkeypatch, map, change):
+    make, fits = REPEATS[change]
+    x, omega = torch.randn(2, 3, 20, 8), torch.rand(1, 8 if map is cosine else 4, 2)
+    first = map(x, omega=omega, positions=Grid((4, 5)), impl="triton")
+    searches = []
+    find = launch.find_launch
+    monkeypatch.setattr(launch, "find_launch", lambda *args: (searches.append(args), find(*args))[1])
+    x, omega = make(x, omega)
+    found, expected = (map(x, omega=omega, positions=Grid((4, 5)), impl=impl) for impl in ("triton", "reference"))
+    torch.testing.assert_close(found, expected)
+    assert len(searches) == (not fits)
+    assert found.stride() == expected.stride()
+    assert found.data_ptr() != first.data_ptr()
+
+
 def test_result_keeps_memory_order():
     for layout in ("bhnd", "bnhd", "packed"):
         inputs = make_inputs(Case(layout=layout))

@@ -127,7 +127,7 @@ def test_unmapped_features_are_read_in_place(mask, head_dim):
         {"state": True, "return_state": True, "shape": (40, 60), "order": "sin_cos"},
         {"mask": "causal", "cu_seqlens": (700, 0, 31, 169), "shape": (30, 30), "batch": 1, "act": "softplus"},
         {"mask": "causal", "state": True, "return_state": True, "shape": (40, 60), "act": "softplus", "gate": "float"},
-        {"mask": "causal", "cu_seqlens": (700, 0, 31, 169), "shape": (30, 30), "map": "rotate", "head_dim": 112},
+        {"mask": "causal", "cu_seqlens": (700, 200), "shape": (30, 30), "batch": 1, "map": "rotate", "head_dim": 112},
         {"mask": "causal", "map": "rotate", "shape": (40, 60), "head_dim": 128, "gate": "nan", "norm": "layer"},
         {"mask": "block", "block": 60, "state": True, "return_state": True, "shape": (40, 60), "act": "softplus"},
     ],

@@ -427,7 +427,7 @@ def test_one_clear_error(name, monkeypatch):
     def launched(*args, **kwargs):
         raise AssertionError("a kernel was launched")
 
-    monkeypatch.setattr(launch, "launch_rows", launched)
+    monkeypatch.setattr(launch, "run_launch", launched)
     with pytest.raises(kind, match=message) as error:
         call()
     assert type(error.value) is kind

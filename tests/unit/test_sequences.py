@@ -170,8 +170,8 @@ def test_a_mixed_batch_equals_its_samples(map, impl, phase, monkeypatch):
     expected = torch.autograd.grad(ys, wanted, gs)
 
     launched = []
-    run = launch.launch_rows
-    monkeypatch.setattr(launch, "launch_rows", lambda *args: (launched.append(args), run(*args))[1])
+    run = launch.run_launch
+    monkeypatch.setattr(launch, "run_launch", lambda *args: (launched.append(args), run(*args))[1])
     packed, cu_seqlens = pack(layouts)
     assert cu_seqlens.tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
     assert cu_seqlens.dtype == torch.int32

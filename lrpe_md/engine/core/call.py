@@ -74,10 +74,16 @@ class Tables(NamedTuple):
     omega: Any  # (H or 1, C, K); None if the caller passes cos and sin
     phase: Tensor | None = None  # (H or 1, C)
     coords: Tensor | None = None  # (N, K) or (B, N, K), without prefix and suffix
-    origin: Tensor | None = None  # a grid's origin: (1, K) or (B, 1, K)
+    origin: Tensor | None = None  # a grid's origin: (K,) or (B, K)
     affine: Tensor | None = None  # a grid's scale and shift: (K, 2)
     rotated: Tensor | None = None  # (N,) or (B, N), like coords: whether each token is rotated
     amplitude: Tensor | None = None  # (H or 1, C)
+
+    @property
+    def by_sample(self) -> bool:
+        """Return whether each sample has its own coordinates or its own origin."""
+        coords, origin = self.coords, self.origin
+        return (coords is not None and coords.ndim == 3) or (origin is not None and origin.ndim == 2)
 
 
 NO_TABLES = Tables(None)

@@ -200,12 +200,11 @@ def cut_channels(
 
 def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
     """Return the fields of a variant that tell kernels which tables and weights exist."""
-    positions = tables.coords if tables.coords is not None else tables.origin
     scales = [t for t in weights if t is not None]
     return {
         "num_axes": 0 if tables.omega is None else tables.omega.shape[2],
         "explicit": tables.coords is not None, "affine": tables.affine is not None,
-        "by_sample": positions is not None and positions.ndim == 3,
+        "by_sample": tables.by_sample,
         "has_origin": tables.origin is not None, "has_phase": tables.phase is not None,
         "has_weight": weights.weight is not None, "has_bias": weights.bias is not None,
         "weight_by_head": any(t.shape[0] > 1 for t in scales),
@@ -237,7 +236,7 @@ def find_table_strides(call: Call, variant: Variant) -> tuple[int, int, int, int
 
     return (
         step(omega, channels * variant.num_axes), step(phase, channels), step(amplitude, channels),
-        positions.stride(0) if positions is not None and positions.ndim == 3 else 0,
+        positions.stride(0) if positions is not None and call.tables.by_sample else 0,
         rotated.stride(0) if rotated is not None and rotated.ndim == 2 else 0,
     )  # fmt: skip
 

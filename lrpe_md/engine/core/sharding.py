@@ -152,7 +152,7 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
     affine = None if affine is None else take_local(affine, x, {})
     amplitude = None if amplitude is None else _local_heads("amplitude", amplitude, x)
     start, length = local_part(x, TOKENS)
-    by_sample = {BATCH: 0} if any(t is not None and t.ndim == 3 for t in (coords, origin)) else {}
+    by_sample = {BATCH: 0} if tables.by_sample else {}
     if layout.sizes:
         layout = layout._replace(num_tokens=length, start=layout.start + start)
         origin = None if origin is None else take_local(origin, x, by_sample)
@@ -170,10 +170,9 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
 
 def check_cut(tables: Tables, x: Any) -> None:
     """Check that x is sharded as by torch.chunk, because tensors with the same dimensions are split that way."""
-    omega, phase, coords, origin, _, _, amplitude = tables
-    if any(t is not None and t.shape[0] > 1 for t in (omega, phase, amplitude)):
+    if any(t is not None and t.shape[0] > 1 for t in (tables.omega, tables.phase, tables.amplitude)):
         local_part(x, HEADS)
-    if any(t is not None and t.ndim == 3 for t in (coords, origin)):
+    if tables.by_sample:
         local_part(x, BATCH)
     local_part(x, TOKENS)
 

@@ -63,8 +63,7 @@ def run_encoding(
         )
     else:
         grid: Any = positions
-        origin = None if grid.origin is None else grid.origin_row
-        tables = Tables(omega, phase, None, origin, None, None, amplitude)
+        tables = Tables(omega, phase, None, grid.origin, None, None, amplitude)
         call = Call(cached_call.spec, cached_call.layout, tables, cached_call.launches, weights)
     if target is None and call.tables.phase is phase and (phase is None or phase.ndim == 2):
         impl = options.impl

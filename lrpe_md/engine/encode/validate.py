@@ -318,9 +318,9 @@ def _locate_grid(grid: Grid, x: Tensor) -> Place:
             + ("" if grid.whole else f", of which the shard has {grid.num_tokens}")
             + remedy(x, grid)
         )
-    origin = grid.origin_row
+    origin = grid.origin
     if origin is not None:
-        if origin.ndim == 3 and origin.shape[0] != x.shape[0]:
+        if origin.ndim == 2 and origin.shape[0] != x.shape[0]:
             raise ValueError(
                 f"positions: expected an origin or offset for each of the B = {x.shape[0]} samples, "
                 f"got {origin.shape[0]}"

@@ -77,7 +77,7 @@ def run_linear_attention(
         if cu_seqlens is not None:  # the cache key doesn't contain the values of cu_seqlens
             check_offsets(cu_seqlens, q.shape[2])
         attention, spec, layout, _, _, _, _, launches, _ = cached_call
-        origin = None if positions is None or positions.origin is None else positions.origin_row
+        origin = None if positions is None else positions.origin
         omega = make_empty_frequencies(q) if omega is None else omega
         any_amplitude: Any = amplitude
         tables = Tables(omega, phase, None, origin, None, None, any_amplitude)
