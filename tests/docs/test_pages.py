@@ -495,4 +495,4 @@ def test_every_exported_name_is_in_the_reference():
 def test_the_menu_has_every_page():
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
-    assert pages | {"changelog.md"} == set(re.findall(r": ([\w/-]+\.md)$", menu, re.M))
+    assert pages | {"changelog.md", "contributing.md"} == set(re.findall(r": ([\w/-]+\.md)$", menu, re.M))
