@@ -357,9 +357,9 @@ def test_the_base_of_each_comparison_is_stated():
             (named if all("base=" in each for each in encodings) else current).add(name)
     assert named == {"image-bases", "diffusion-bases", "digits-bases", "lm-frequencies"}
     assert current == {"lm", "recall", "diffusion-hybrids"}
-    assert "So do our runs on text, on recall and with mixed layers." in text
+    assert "Our runs on text, on recall and with mixed layers used it." in text
     assert older == {"image", "video", "digits", "diffusion"}
-    assert "our runs on images, video, digits and diffusion without mixed layers used base 100 instead." in text
+    assert "our runs on images, video, digits and diffusion without mixed layers used base 100." in text
 
 
 def test_rotation_and_cosine_of_recall_are_measured():
