@@ -35,7 +35,7 @@ results: $(READY)  ## write the pages and plots of docs/results, from scripts/re
 	$(BIN)/python -m scripts.ablate report
 
 docs: $(READY)  ## build the documentation in site/ (to search it, use make serve)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 serve: $(READY)  ## serve the documentation at http://127.0.0.1:8000, and rebuild it at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -62,7 +62,13 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
 def describe_environments(environments: list[dict[str, Any]]) -> str:
     """Summarise the machines, versions and commits from several environments for a report."""
     where = dict.fromkeys(f"{found['gpu'] or found['cpu']}, torch {found['torch']}" for found in environments)
-    return f"{' and '.join(where)}, {name_commits((found['commit'] or 'unknown')[:12] for found in environments)}"
+    return f"{' and '.join(where)}, {name_commits(shorten(found['commit'] or 'unknown') for found in environments)}"
+
+
+def shorten(commit: str) -> str:
+    """Return at most 12 digits of a commit from :func:`git_commit`, and whether files had changed."""
+    digits, changed, _ = commit.partition("+")
+    return f"{digits[:12]} with local changes" if changed else digits[:12]
 
 
 def name_commits(commits: Iterable[str]) -> str:

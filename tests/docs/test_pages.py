@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -339,7 +340,39 @@ def test_differences_of_bases_are_measured():
     worse = -pd.concat(pairs)
     better = diffusion["rotate:base=100", "softmax"] - diffusion["rotate:base=10000", "softmax"]
     assert f"base 10,000 was {worse.mean():.1f} ± {2.306 * worse.sem():.1f} points worse" in text
-    assert f"the lowest held-out loss, by {better.mean():.3f} ± {4.303 * better.sem():.3f}." in text
+    lower = f"{better.mean():.3f} ± {4.303 * better.sem():.3f} lower than with base 100."
+    assert f"the held-out loss with base 10,000 was {lower}" in text
+
+
+def test_the_base_of_each_comparison_is_stated():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    older, named, current = set(), set(), set()
+    for folder in (ROOT / "scripts" / "results").glob("ablate-*"):
+        name = folder.name.removeprefix("ablate-")
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        encodings = {each for names in config["settings"]["encodings"].values() for each in names}
+        if "use base 100," in config.get("note", ""):
+            older.add(name.split("-")[0])
+        else:
+            (named if all("base=" in each for each in encodings) else current).add(name)
+    assert named == {"image-bases", "diffusion-bases", "digits-bases", "lm-frequencies"}
+    assert current == {"lm", "recall", "diffusion-hybrids"}
+    assert "Our runs on text, on recall and with mixed layers used it." in text
+    assert older == {"image", "video", "digits", "diffusion"}
+    assert "our runs on images, video, digits and diffusion without mixed layers used base 100." in text
+
+
+def test_rotation_and_cosine_of_recall_are_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    rows = pd.read_csv(ROOT / "scripts" / "results" / "ablate-recall" / "results.csv", keep_default_na=False)
+    rows = rows[rows.question == "by place"].set_index(["encoding", "attention", "size", "seed"]).value.astype(float)
+    ahead = rows["rotate"] - rows["cosine-silu"]
+    half = 2.776 * ahead.groupby(["attention", "size"]).sem()
+    mean = ahead.groupby(["attention", "size"]).mean()
+    assert all(mean[memory, "8x4x4"] > half[memory, "8x4x4"] for memory in ("add", "delta", "softmax"))
+    assert abs(mean["decay", "8x4x4"]) < half["decay", "8x4x4"]
+    larger = f"{mean['decay', '8x8x8']:.0f} ± {half['decay', '8x8x8']:.0f}"
+    assert f"rotation is ahead by {larger} points if the frames are larger" in text
 
 
 def test_equal_time_and_qk_norm_are_measured():
@@ -352,8 +385,18 @@ def test_equal_time_and_qk_norm_are_measured():
         "ran {:.0f}% more steps in the same time. On images and clips, it ran {:.0f}% and {:.0f}% fewer".format(*more)
         in text
     )
-    plain, normed = (read_values(name)["rotate", "softmax"].mean() for name in ("image-2e-3", "image-2e-3-qk-norm"))
-    assert f"rotation reaches {plain:.1f}%, and [{normed:.1f}% with qk-norm]" in text
+    low, high, normed = map(read_values, ("image", "image-2e-3", "image-2e-3-qk-norm"))
+    moderate, plain, normed = (each["rotate", "softmax"].mean() for each in (low, high, normed))
+    assert f"lowers rotation from {moderate:.1f}% to {plain:.1f}%" in text
+    assert f"rotation reaches {normed:.1f}% at the higher rate" in text
+    changes = (high - low).groupby(["encoding", "attention"]).mean().abs()
+    encodings, attentions = (changes.index.get_level_values(level) for level in ("encoding", "attention"))
+    stable = encodings.str.contains("silu|softplus") | ((encodings == "rotate") & (attentions == "linear"))
+    assert stable.sum() == 7
+    assert changes[stable].max() < 1
+    means = low.groupby(["attention", "encoding"]).mean()
+    relative = means[means.index.get_level_values("encoding").str.contains("rotate|cosine")].groupby("attention")
+    assert (relative.max() - relative.min()).max() < moderate - plain
 
 
 def test_gains_of_linear_attention_are_measured():
@@ -495,4 +538,4 @@ def test_every_exported_name_is_in_the_reference():
 def test_the_menu_has_every_page():
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
-    assert pages | {"changelog.md"} == set(re.findall(r": ([\w/-]+\.md)$", menu, re.M))
+    assert pages | {"changelog.md", "contributing.md"} == set(re.findall(r": ([\w/-]+\.md)$", menu, re.M))

@@ -55,6 +55,12 @@ def test_commit_and_its_mark_for_changed_files(tmp_path: Path, monkeypatch: pyte
     assert provenance.git_commit() == ""
 
 
+def test_reports_tell_commits_from_checkouts_with_local_changes():
+    found = [{"gpu": "G", "torch": "2", "commit": commit} for commit in ("a" * 40, "a" * 40 + "+", "b" * 7, None)]
+    text = provenance.describe_environments(found)
+    assert text == f"G, torch 2, commits {'a' * 12}, {'a' * 12} with local changes, bbbbbbb and unknown"
+
+
 def test_versions():
     assert provenance.versions("torch", "no-such-package") == {"torch": version("torch"), "no-such-package": ""}
 
