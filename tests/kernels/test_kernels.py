@@ -367,30 +367,46 @@ def misalign(t):
 
 # what changes in the next call with the same sizes, and whether the last launch still fits
 REPEATS = {
-    "values": (lambda x, omega: (x.flip(0), omega.flip(1)), True),
-    "strides": (lambda x, omega: (x.transpose(1, 2).contiguous().transpose(1, 2), omega), False),
-    "alignment": (lambda x, omega: (misalign(x), omega), False),
-    "negative bit of x": (lambda x, omega: (torch._neg_view(x), omega), False),
-    "negative bit of omega": (lambda x, omega: (x, torch._neg_view(omega)), False),
-    "strides of omega": (lambda x, omega: (x, omega.mT.contiguous().mT), False),
+    "values": (lambda t: t.flip(0), True),
+    "strides": (lambda t: t.transpose(-3, -2).contiguous().transpose(-3, -2), False),
+    "alignment": (misalign, False),
+    "negative bit": (torch._neg_view, False),
 }
 
 
 @pytest.mark.parametrize("change", REPEATS)
-@pytest.mark.parametrize("map", [cosine, rotate])
-def test_repeated_calls_reuse_the_launch(monkeypatch, map, change):
+@pytest.mark.parametrize("argument", ["x", "cos", "sin"])
+def test_repeated_calls_reuse_the_launch(monkeypatch, argument, change):
     make, fits = REPEATS[change]
-    x, omega = torch.randn(2, 3, 20, 8), torch.rand(1, 8 if map is cosine else 4, 2)
-    first = map(x, omega=omega, positions=Grid((4, 5)), impl="triton")
-    searches = []
-    find = launch.find_launch
+    tensors = {"x": torch.randn(2, 3, 20, 8), "cos": torch.randn(2, 3, 20, 4), "sin": torch.randn(2, 3, 20, 4)}
+    _check_repeat(monkeypatch, rotate, tensors, {**tensors, argument: make(tensors[argument])}, fits)
+
+
+@pytest.mark.parametrize("change", ["values", "strides", "negative bit"])
+@pytest.mark.parametrize("map", [cosine, rotate])
+def test_repeated_calls_with_frequencies_reuse_the_launch(monkeypatch, map, change):
+    make, fits = REPEATS[change]
+    tensors = {"x": torch.randn(2, 3, 20, 8), "omega": torch.rand(1, 8 if map is cosine else 4, 2)}
+    changed = {
+        **tensors,
+        "omega": tensors["omega"].mT.contiguous().mT if change == "strides" else make(tensors["omega"]),
+    }
+    _check_repeat(monkeypatch, map, tensors, changed, fits)
+
+
+def _check_repeat(monkeypatch, map, tensors, changed, fits):
+    def encode(impl, x, cos=None, sin=None, omega=None):
+        where = {"tables": (cos, sin)} if omega is None else {"omega": omega, "positions": Grid((4, 5))}
+        return map(x, **where, impl=impl)
+
+    first = encode("triton", **tensors)
+    searches, find = [], launch.find_launch
     monkeypatch.setattr(launch, "find_launch", lambda *args: (searches.append(args), find(*args))[1])
-    x, omega = make(x, omega)
-    found, expected = (map(x, omega=omega, positions=Grid((4, 5)), impl=impl) for impl in ("triton", "reference"))
+    found, expected = encode("triton", **changed), encode("reference", **changed)
     torch.testing.assert_close(found, expected)
-    assert len(searches) == (not fits)
     assert found.stride() == expected.stride()
     assert found.data_ptr() != first.data_ptr()
+    assert len(searches) == (not fits)
 
 
 def test_result_keeps_memory_order():

@@ -91,11 +91,11 @@ def forward(
 
 
 def _remember_forward(call: Call, xs: Sequence[Tensor], launch: Launch) -> None:
-    """Remember the launch for the next forward pass with the same sizes, unless it depends on more than its strides."""
-    is_simple = call.spec.norm == "none" and call.spec.dim != -2 and call.cos_sin.cos is None
-    is_aligned = all(x.data_ptr() % 16 == 0 for x in xs)
-    if is_simple and is_aligned and call.launches is not None:
-        call.launches["forward"] = launch, [x.stride() for x in xs]
+    """Remember the launch for the next forward pass with the same sizes, if only strides could make it unsuitable."""
+    tensors = _list_strided(call, xs)
+    is_aligned = all(t.data_ptr() % 16 == 0 for t in tensors)
+    if is_aligned and call.spec.norm == "none" and call.spec.dim != -2 and call.launches is not None:
+        call.launches["forward"] = launch, [t.stride() for t in tensors]
 
 
 def _recall_forward(call: Call, xs: Sequence[Tensor]) -> Launch | None:
@@ -105,16 +105,22 @@ def _recall_forward(call: Call, xs: Sequence[Tensor]) -> Launch | None:
     if launch is None:
         return None
     address = 0
-    for x, stride in zip(xs, strides, strict=True):
-        if x.stride() != stride or x.is_neg():
+    for t, stride in zip(_list_strided(call, xs), strides, strict=True):
+        if t.stride() != stride or t.is_neg():
             return None
-        address |= x.data_ptr()
+        address |= t.data_ptr()
     if address % 16 or (xs[0].is_cuda and xs[0].device.index != torch.cuda.current_device()):
         return None
     for t in call.tables:
         if t is not None and not (t.is_contiguous() and not t.is_neg()):
             return None
     return launch
+
+
+def _list_strided(call: Call, xs: Sequence[Tensor]) -> Sequence[Any]:
+    """Return the tensors that kernels read with any strides: x, or q and k, and the caller's tables."""
+    cos, sin, _ = call.cos_sin
+    return xs if cos is None else (*xs, cos) if sin is None else (*xs, cos, sin)
 
 
 def backward(
@@ -150,7 +156,7 @@ def backward(
 class Rows(NamedTuple):
     """Inputs and outputs of a launch, for one tensor or for q and k. Tables are not included."""
 
-    xs: list[Tensor]  # empty if the backward pass doesn't need x
+    xs: Sequence[Tensor]  # empty if the backward pass doesn't need x
     dys: list[Tensor]  # empty in the forward
     stats: list[Tensor]
     outs: Sequence[Any] = ()  # tensors to write to; any that are missing or None are allocated
@@ -386,7 +392,7 @@ def _lay_out_outputs(rows: Rows, out_dim: int) -> list[tuple[Any, tuple[int, ...
     ]
 
 
-def _drop_equal_layouts(outs: list[Any], sources: list[Tensor], dtype: torch.dtype) -> list[Any]:
+def _drop_equal_layouts(outs: list[Any], sources: Sequence[Tensor], dtype: torch.dtype) -> list[Any]:
     """Replace the layouts of outputs that equal their input by None, because ``empty_like`` is faster."""
     return [
         None if (x.dtype, x.shape, x.stride()) == (dtype, *layout) else layout
