@@ -366,9 +366,10 @@ class PresetMd(FrequencyModule):
             of :func:`lrpe_md.preset`.
         head_dim, num_heads: sizes for a scheme or a name. By default, they are those of the original model; see
             :func:`lrpe_md.preset`.
-        learnable: if True, learn theta (num_heads or 1, C), with a separate frequency for each channel, or omega if
-            each channel has its own direction. The logarithm of theta is learned, except with "raw" or if the original
-            model learns theta. By default, the scheme decides.
+        learnable: if True, learn theta (H or 1, C), with a separate frequency for each channel, or omega if each
+            channel has its own direction. Heads only learn separate frequencies if the scheme defines them for each
+            head, as with a ``series`` that returns (num_heads, num). The logarithm of theta is learned, except with
+            "raw" or if the original model learns theta. By default, the scheme decides.
         act, phase: activation and phase to use instead of the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase. The default is float64 for fixed frequencies and float32 for learned
@@ -412,6 +413,14 @@ class PresetMd(FrequencyModule):
         learnable = scheme.learned if learnable is None else learnable
         own: Any = scheme.act if act is None else act
         self.preset, self.map, self.head_dim = preset, scheme.map, preset.head_dim
+        phase = (scheme.phase or False) if phase is None else phase
+        if learnable and not phase and num_heads is not None and 1 == preset.omega.shape[0] < num_heads:
+            warnings.warn(
+                f"num_heads: expected None or 1, because all heads share the learned frequencies of {preset.name!r}, "
+                f"got {num_heads}; to learn separate frequencies for each head, use a Scheme whose series (or "
+                "omega) has one entry per head",
+                stacklevel=2,
+            )
         if scheme.map == "rotate":
             self.pairs: Pairs = preset.pairs
         else:
@@ -423,7 +432,7 @@ class PresetMd(FrequencyModule):
             learnable = "raw"  # as in the original model
         super().__init__(
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
-            phase=(scheme.phase or False) if phase is None else phase, act=own, dim=dim, impl=impl, device=device,
+            phase=phase, act=own, dim=dim, impl=impl, device=device,
             dtype=dtype or (torch.float32 if learnable else torch.float64), phase_dtype=dtype or torch.float32,
             amplitude=None if isinstance(preset.amplitude, float) and preset.amplitude == 1 else preset.amplitude,
         )  # fmt: skip

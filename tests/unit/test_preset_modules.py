@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, cosine, list_presets, preset, rotate
+from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, cosine, geometric_theta, list_presets, preset, rotate
 from lrpe_md.frequencies import yarn_scaling
 
 YARN = (None, partial(yarn_scaling, factor=4.0, original_length=64), None)
@@ -234,6 +235,20 @@ def test_compiles():
     wanted = list(module.parameters())
     for a, b in zip(*(torch.autograd.grad(loss(call), wanted) for call in (compiled, module)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_num_heads_does_not_separate_learned_frequencies():
+    def series(num, base, heads):
+        return geometric_theta(num, base).expand(heads, -1)
+
+    with pytest.warns(UserWarning, match=r"num_heads: .* share the learned frequencies of 'wan', got 2; .* series"):
+        assert PresetMd("wan", num_heads=2, learnable=True).log_theta.shape == (64,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PresetMd("wan", num_heads=2)
+        PresetMd("pope", num_heads=2, learnable=True)
+        own = PresetMd(Scheme("", 16, Axial((1, 1), series=series)), num_heads=2, learnable=True)
+    assert own.log_theta.shape == (2 * 8,)
 
 
 def test_repr():
