@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -36,8 +35,7 @@ from ..norm import Norm
 from ..positions.grid import Grid
 
 __all__ = [
-    "DEFAULT_BASES", "Frequencies", "FrequencyModule", "Learnable", "Phase", "SeriesModule", "check_unwritten",
-    "copy_together",
+    "DEFAULT_BASES", "Frequencies", "FrequencyModule", "Learnable", "Phase", "SeriesModule", "copy_together",
 ]  # fmt: skip
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
@@ -58,12 +56,6 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def _log_magnitude(theta: Tensor) -> Tensor:
     """Return log |θ|, or 0 where θ is 0."""
     return torch.where(theta == 0, 1.0, theta.abs()).log()
-
-
-def check_unwritten(out: Any) -> None:
-    """Raise an error if ``out`` is set, because linear attention does not support it."""
-    if out is not None:
-        raise ValueError("out: expected None with attend, because the encoded q and k are not returned")
 
 
 class FrequencyModule(nn.Module):
@@ -461,8 +453,7 @@ class FrequencyModule(nn.Module):
             ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
         if attend is not None:
-            check_unwritten(out)
-            return attend(self.describe()._replace(norm=norm), *xs)
+            return self._attend(attend, xs, positions, norm, out)
         if positions is None:
             raise TypeError(find_positional(xs, "positions") or explain_missing(self.get_omega()))
         if qkv is not None or num_key_heads is not None:
@@ -483,6 +474,18 @@ class FrequencyModule(nn.Module):
             return self._encode(xs, positions, inverse, norm=norm, out=out, out_start=out_start)
         except (ValueError, TypeError):
             self._check_call(xs, positions)
+            raise
+
+    def _attend(
+        self, attend: Callable[..., Any], xs: tuple[Tensor, ...], positions: Any, norm: Norm | None, out: Any
+    ) -> Any:
+        """Call ``attend`` with the description of this encoding; see :meth:`forward`."""
+        if out is not None:
+            raise ValueError("out: expected None with attend, because the encoded q and k are not returned")
+        try:
+            return attend(self.describe()._replace(norm=norm), *xs)
+        except (ValueError, TypeError):
+            self._check_call(xs, positions.positions if type(positions) is Packed else positions)
             raise
 
     def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
@@ -512,13 +515,14 @@ class FrequencyModule(nn.Module):
             else:
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
-                own_rule = hasattr(self, "positions")
-                can_choose = "num_axes" in inspect.signature(type(self)).parameters
-                advice = f"; build the module with num_axes={found}" if can_choose else ""
                 raise ValueError(
                     f"positions: expected the module's num_axes, {self.num_axes}, got {count_axes(found)}"
-                    + ("; pass module.positions(..)" if own_rule else remedy(xs[0], where) or advice)
+                    + (remedy(xs[0], where) or self._axes_advice(where, found))
                 ) from None
+
+    def _axes_advice(self, positions: Any, found: int) -> str:
+        """Return the advice of the error for positions with ``found`` axes."""
+        return f"; build the module with num_axes={found}"
 
     def describe(self) -> Description:
         """Return the arguments that describe the current encoding to :func:`lrpe_md.linear_attention`."""
@@ -596,7 +600,12 @@ class SeriesModule(FrequencyModule):
 
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):
-            omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
+            try:
+                omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
+            except TypeError as error:
+                raise TypeError(
+                    f"frequencies: expected a function (channels, heads, seed) -> omega, got an error: {error}"
+                ) from error
             tail = (self.num_channels, self.num_axes)
             form = f"({or_one(self.num_heads)}, {tail[0]}, {tail[1]})"
             check_dense("frequencies", omega, form)
