@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -36,6 +37,7 @@ from ..positions.grid import Grid
 
 __all__ = [
     "DEFAULT_BASES", "Frequencies", "FrequencyModule", "Learnable", "Phase", "SeriesModule", "copy_together",
+    "warn_of_shared_heads",
 ]  # fmt: skip
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
@@ -44,6 +46,15 @@ Phase = bool | Literal["k"]
 DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # from RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
 CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encoding_kwargs of a model"
+
+
+def warn_of_shared_heads(num_heads: int, owner: str, remedy: str, stacklevel: int) -> None:
+    """Warn that ``num_heads`` does not separate the learned frequencies of heads."""
+    warnings.warn(
+        f"num_heads: expected 1, because all heads share the learned frequencies of {owner}, got {num_heads}; to learn "
+        f"separate frequencies for each head, {remedy}",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -382,9 +393,11 @@ class FrequencyModule(nn.Module):
     def set_places(self, axis: int, places: Tensor | None) -> None:
         """Move index i of a grid axis to position ``places[i]`` in all later calls.
 
+        The index includes the grid's ``origin``, so that a decoding step reads the place of its own token. Positions
+        passed as coordinates are not affected.
+
         If ``places`` keeps its length, the change happens in place. You don't need to recompile or recapture a CUDA
         graph, and nothing synchronises. Each call then converts its grid to a table with :meth:`lrpe_md.Grid.along`.
-        Positions passed as coordinates are not affected.
 
         Args:
             axis: axis number; 0 is the slowest axis (time in videos).
@@ -597,6 +610,8 @@ class SeriesModule(FrequencyModule):
             widths = cut_blocks([math.ceil(num_channels / num_axes)] * num_axes, num_channels, num_axes)
             widths = widths if axis_order == "major_first" else widths[::-1]
             warn_of_idle_axes(widths, stacklevel=4, remedy=CHOOSE_SHARES)
+        elif self.learnable and self.phase is None and self.shapes["omega"][0] < num_heads:
+            warn_of_shared_heads(num_heads, "this function", "return omega (num_heads, channels, K)", stacklevel=3)
 
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):

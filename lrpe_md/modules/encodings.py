@@ -30,7 +30,7 @@ from ..positions.grid import Grid
 from ..positions.sequences import text_positions
 from ..presets.registry import preset as make_preset
 from ..presets.scheme import Axial, Preset, Scheme
-from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule
+from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, warn_of_shared_heads
 from .xpos import check_scale, scale_xpos
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
@@ -415,12 +415,8 @@ class PresetMd(FrequencyModule):
         learnable = scheme.learned if learnable is None else learnable
         phase = (scheme.phase or False) if phase is None else phase
         if learnable and not phase and num_heads is not None and 1 == preset.omega.shape[0] < num_heads:
-            warnings.warn(
-                f"num_heads: expected None or 1, because all heads share the learned frequencies of {preset.name!r}, "
-                f"got {num_heads}; to learn separate frequencies for each head, use a Scheme whose series (or "
-                "omega) has one entry per head",
-                stacklevel=2,
-            )
+            remedy = "use a Scheme whose series (or omega) has one entry per head"
+            warn_of_shared_heads(num_heads, repr(preset.name), remedy, stacklevel=2)
         own: Any = scheme.act if act is None else act
         self.preset, self.map, self.head_dim = preset, scheme.map, preset.head_dim
         if scheme.map == "rotate":

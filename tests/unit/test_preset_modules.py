@@ -243,9 +243,15 @@ def test_num_heads_does_not_separate_learned_frequencies():
 
     with pytest.warns(UserWarning, match=r"num_heads: .* share the learned frequencies of 'wan', got 2; .* series"):
         assert PresetMd("wan", num_heads=2, learnable=True).log_theta.shape == (64,)
+    shared = torch.rand(1, 8, 2)
+    with pytest.warns(UserWarning, match=r"num_heads: .* of this function, got 2; .* return omega \(num_") as found:
+        RotateMd(16, num_heads=2, frequencies=lambda channels, heads, seed: shared, learnable=True)
+    assert found[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PresetMd("wan", num_heads=2)
+        RotateMd(16, num_heads=2, frequencies=lambda channels, heads, seed: shared)
+        RotateMd(16, num_heads=2, frequencies=lambda channels, heads, seed: shared.expand(2, -1, -1), learnable=True)
         PresetMd("pope", num_heads=2, learnable=True)
         own = PresetMd(Scheme("", 16, Axial((1, 1), series=series)), num_heads=2, learnable=True)
     assert own.log_theta.shape == (2 * 8,)
