@@ -33,6 +33,8 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
 
 def describe_positions(value: Any) -> str:
     """Describe invalid positions for an error message, with advice if the value looks like a grid shape."""
+    if isinstance(value, Tensor):
+        return "a Tensor; wrap it in Coordinates(..)"
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not sizes or any(type(size) is not int for size in sizes):
         return type(value).__name__

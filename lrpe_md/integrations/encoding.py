@@ -209,7 +209,7 @@ def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = N
 
 def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
     warn_of_idle_axes(series.sections(channels), series.split)
-    return series.build(channels, heads, seed)[0]
+    return series.build(channels, heads, seed)[0].expand(heads, -1, -1)
 
 
 CHANGES = ("base", "split", "scaling", "rotary_dim", "seed")  # arguments of preset

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -36,8 +36,8 @@ from ..norm import Norm
 from ..positions.grid import Grid
 
 __all__ = [
-    "DEFAULT_BASES", "Frequencies", "FrequencyModule", "Learnable", "Phase", "SeriesModule", "check_unwritten",
-    "copy_together",
+    "DEFAULT_BASES", "Frequencies", "FrequencyModule", "Learnable", "Phase", "SeriesModule", "copy_together",
+    "warn_of_shared_heads",
 ]  # fmt: skip
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
@@ -46,6 +46,15 @@ Phase = bool | Literal["k"]
 DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # from RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
 CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encoding_kwargs of a model"
+
+
+def warn_of_shared_heads(num_heads: int, owner: str, remedy: str, stacklevel: int) -> None:
+    """Warn that ``num_heads`` does not separate the learned frequencies of heads."""
+    warnings.warn(
+        f"num_heads: expected 1, because all heads share the learned frequencies of {owner}, got {num_heads}; to learn "
+        f"separate frequencies for each head, {remedy}",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -58,12 +67,6 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def _log_magnitude(theta: Tensor) -> Tensor:
     """Return log |θ|, or 0 where θ is 0."""
     return torch.where(theta == 0, 1.0, theta.abs()).log()
-
-
-def check_unwritten(out: Any) -> None:
-    """Raise an error if ``out`` is set, because linear attention does not support it."""
-    if out is not None:
-        raise ValueError("out: expected None with attend, because the encoded q and k are not returned")
 
 
 class FrequencyModule(nn.Module):
@@ -393,9 +396,11 @@ class FrequencyModule(nn.Module):
     def set_places(self, axis: int, places: Tensor | None) -> None:
         """Move index i of a grid axis to position ``places[i]`` in all later calls.
 
+        The index includes the grid's ``origin``, so that a decoding step reads the place of its own token. Positions
+        passed as coordinates are not affected.
+
         If ``places`` keeps its length, the change happens in place. You don't need to recompile or recapture a CUDA
         graph, and nothing synchronises. Each call then converts its grid to a table with :meth:`lrpe_md.Grid.along`.
-        Positions passed as coordinates are not affected.
 
         Args:
             axis: axis number; 0 is the slowest axis (time in videos).
@@ -464,8 +469,7 @@ class FrequencyModule(nn.Module):
             ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
         if attend is not None:
-            check_unwritten(out)
-            return attend(self.describe()._replace(norm=norm), *xs)
+            return self._attend(attend, xs, positions, norm, out)
         if positions is None:
             raise TypeError(find_positional(xs, "positions") or explain_missing(self.get_omega()))
         if qkv is not None or num_key_heads is not None:
@@ -486,6 +490,18 @@ class FrequencyModule(nn.Module):
             return self._encode(xs, positions, inverse, norm=norm, out=out, out_start=out_start)
         except (ValueError, TypeError):
             self._check_call(xs, positions)
+            raise
+
+    def _attend(
+        self, attend: Callable[..., Any], xs: tuple[Tensor, ...], positions: Any, norm: Norm | None, out: Any
+    ) -> Any:
+        """Call ``attend`` with the description of this encoding; see :meth:`forward`."""
+        if out is not None:
+            raise ValueError("out: expected None with attend, because the encoded q and k are not returned")
+        try:
+            return attend(self.describe()._replace(norm=norm), *xs)
+        except (ValueError, TypeError):
+            self._check_call(xs, positions.positions if type(positions) is Packed else positions)
             raise
 
     def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
@@ -515,13 +531,14 @@ class FrequencyModule(nn.Module):
             else:
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
-                own_rule = hasattr(self, "positions")
-                can_choose = "num_axes" in inspect.signature(type(self)).parameters
-                advice = f"; build the module with num_axes={found}" if can_choose else ""
                 raise ValueError(
                     f"positions: expected the module's num_axes, {self.num_axes}, got {count_axes(found)}"
-                    + ("; pass module.positions(..)" if own_rule else remedy(xs[0], where) or advice)
+                    + (remedy(xs[0], where) or self._axes_advice(where, found))
                 ) from None
+
+    def _axes_advice(self, positions: Any, found: int) -> str:
+        """Return the advice of the error for positions with ``found`` axes."""
+        return f"; build the module with num_axes={found}"
 
     def describe(self) -> Description:
         """Return the arguments that describe the current encoding to :func:`lrpe_md.linear_attention`."""
@@ -596,10 +613,17 @@ class SeriesModule(FrequencyModule):
             widths = cut_blocks([math.ceil(num_channels / num_axes)] * num_axes, num_channels, num_axes)
             widths = widths if axis_order == "major_first" else widths[::-1]
             warn_of_idle_axes(widths, stacklevel=4, remedy=CHOOSE_SHARES)
+        elif self.learnable and self.phase is None and self.shapes["omega"][0] < num_heads:
+            warn_of_shared_heads(num_heads, "this function", "return omega (num_heads, channels, K)", stacklevel=3)
 
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):
-            omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
+            try:
+                omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
+            except TypeError as error:
+                raise TypeError(
+                    f"frequencies: expected a function (channels, heads, seed) -> omega, got an error: {error}"
+                ) from error
             tail = (self.num_channels, self.num_axes)
             form = f"({or_one(self.num_heads)}, {tail[0]}, {tail[1]})"
             check_dense("frequencies", omega, form)

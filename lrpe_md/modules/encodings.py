@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_dense, check_precise
+from ..checks import check_at_least, check_dense, check_precise, count_axes
 from ..engine.encode.validate import (
     WHOLE_PACK,
     Act,
@@ -30,7 +30,7 @@ from ..positions.grid import Grid
 from ..positions.sequences import text_positions
 from ..presets.registry import preset as make_preset
 from ..presets.scheme import Axial, Preset, Scheme
-from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, check_unwritten
+from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, warn_of_shared_heads
 from .xpos import check_scale, scale_xpos
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
@@ -280,6 +280,9 @@ class Rotate1d(RotateMd):
                 own = self.get_buffer(name)
                 own.copy_(amplitude) if isinstance(amplitude, Tensor) else own.fill_(amplitude)
 
+    def _axes_advice(self, positions: Any, found: int) -> str:
+        return f"; use RotateMd(head_dim, num_axes={found})"
+
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.scale_base is None else f", scale_base={self.scale_base:g}")
 
@@ -317,8 +320,7 @@ class Rotate1d(RotateMd):
             ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
         if attend is not None:
-            check_unwritten(out)
-            return attend(self.describe()._replace(norm=norm), *xs)
+            return self._attend(attend, xs, positions, norm, out)
         if qkv is not None or num_key_heads is not None or cu_seqlens is not None:
             again = partial(
                 self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse, norm=norm,
@@ -367,9 +369,10 @@ class PresetMd(FrequencyModule):
             of :func:`lrpe_md.preset`.
         head_dim, num_heads: sizes for a scheme or a name. By default, they are those of the original model; see
             :func:`lrpe_md.preset`.
-        learnable: if True, learn theta (num_heads or 1, C), with a separate frequency for each channel, or omega if
-            each channel has its own direction. The logarithm of theta is learned, except with "raw" or if the original
-            model learns theta. By default, the scheme decides.
+        learnable: if True, learn theta (H or 1, C), with a separate frequency for each channel, or omega if each
+            channel has its own direction. Heads only learn separate frequencies if the scheme defines them for each
+            head, as with a ``series`` that returns (num_heads, num). The logarithm of theta is learned, except with
+            "raw" or if the original model learns theta. By default, the scheme decides.
         act, phase: activation and phase to use instead of the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase. The default is float64 for fixed frequencies and float32 for learned
@@ -411,6 +414,10 @@ class PresetMd(FrequencyModule):
             )
         scheme = preset.scheme
         learnable = scheme.learned if learnable is None else learnable
+        phase = (scheme.phase or False) if phase is None else phase
+        if learnable and not phase and num_heads is not None and 1 == preset.omega.shape[0] < num_heads:
+            remedy = "use a Scheme whose series (or omega) has one entry per head"
+            warn_of_shared_heads(num_heads, repr(preset.name), remedy, stacklevel=2)
         own: Any = scheme.act if act is None else act
         self.preset, self.map, self.head_dim = preset, scheme.map, preset.head_dim
         if scheme.map == "rotate":
@@ -424,7 +431,7 @@ class PresetMd(FrequencyModule):
             learnable = "raw"  # as in the original model
         super().__init__(
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
-            phase=(scheme.phase or False) if phase is None else phase, act=own, dim=dim, impl=impl, device=device,
+            phase=phase, act=own, dim=dim, impl=impl, device=device,
             dtype=dtype or (torch.float32 if learnable else torch.float64), phase_dtype=dtype or torch.float32,
             amplitude=None if isinstance(preset.amplitude, float) and preset.amplitude == 1 else preset.amplitude,
         )  # fmt: skip
@@ -445,6 +452,15 @@ class PresetMd(FrequencyModule):
             self._check_rule(positions)
         return super()._encode(xs, positions, inverse, **options)
 
+    def _axes_advice(self, positions: Any, found: int) -> str:
+        if not isinstance(positions, Grid):
+            return f"; pass coordinates on {count_axes(self.num_axes)}, or module.positions(..)"
+        try:
+            self.preset.positions(positions.shape)
+        except (TypeError, ValueError):  # the scheme has no rule for this shape
+            return f"; use a scheme with {count_axes(found)}"
+        return f"; pass {_name_positions(positions)}"
+
     def _check_rule(self, positions: Any) -> None:
         """Warn once per shape if a plain grid differs from the positions that the scheme defines."""
         checked: set[Any] = self.__dict__.setdefault("_checked_shapes", set())
@@ -458,10 +474,9 @@ class PresetMd(FrequencyModule):
         except (TypeError, ValueError):  # the scheme has no rule for this shape
             return
         if not (type(own) is Grid and own.shape == positions.shape and is_plain_grid(own)):
-            prefix = f"{positions.prefix}, " if positions.prefix else ""
             warnings.warn(
                 f"positions: expected positions from {self.preset.name!r}, which has its own rule, got a plain Grid; "
-                f"pass module.positions({prefix}{positions.shape})",
+                f"pass {_name_positions(positions)}",
                 stacklevel=6,
             )
 
@@ -486,6 +501,12 @@ class PresetMd(FrequencyModule):
         text += super().extra_repr() + (f", pairs={self.pairs!r}" if self.map == "rotate" else "")
         text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
         return text + (f", act={self.act!r}" if self.act != "none" else "")
+
+
+def _name_positions(grid: Grid) -> str:
+    """Return the call to a preset's ``positions`` that replaces a grid, for an error or a warning."""
+    prefix = f"{grid.prefix}, " if grid.prefix else ""
+    return f"module.positions({prefix}{grid.shape})"
 
 
 def is_plain_grid(grid: Grid) -> bool:

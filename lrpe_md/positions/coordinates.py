@@ -272,13 +272,13 @@ def check_reach(position: float, where: str = "") -> None:
         )
 
 
-def check_index(index: Tensor, num: int) -> None:
-    """Check indices into ``num`` tokens. If reading the indices would synchronise, assert on the device instead."""
+def check_index(index: Tensor, num: int, expected: str = "index: expected tokens") -> None:
+    """Check indices into ``num`` tokens or places. If reading them would synchronise, assert on the device instead."""
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"index: expected an integer tensor of shape (n,) or (B, n), got {index.dtype} {tuple(index.shape)}"
         )
-    outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"
+    outside, text = (index < 0) | (index >= num), f"{expected} from 0 to {num - 1}"
     if torch.compiler.is_compiling() or index.is_cuda or num_dispatch_modes():
         assert_async(~outside.any(), text)
     elif not (index.is_meta or are_transforms_active()) and outside.any():

@@ -271,11 +271,12 @@ class Grid(Rules):
         Use this for times that are not affine in the frame index, or that only the device knows.
 
         Args:
-            places: dict from axis number to a tensor (n,) with at least one position for each index of this axis.
-                These positions replace the ones given by origin, scale and shift.
+            places: dict from axis number to a tensor (n,) with at least one position for each index of this axis,
+                counted from 0 even if the grid has an origin. Scale and shift don't apply to these positions.
 
         Raises:
             ValueError: for an invalid axis or too few places.
+            IndexError: if an index, including the origin, has no place. On a GPU, this is a device-side assertion.
         """
         for axis, own in places.items():
             check_axes((axis,), self.num_axes)
@@ -288,12 +289,15 @@ class Grid(Rules):
         device = next((own.device for own in places.values()), torch.device("cpu"))
         coords, rotated = self._table(device, torch.float64)
         index, _ = grid_coordinates(
-            self.num_tokens, self.shape, self.prefix, self.start, None, device=device, dtype=torch.int64
-        )
+            self.num_tokens, self.shape, self.prefix, self.start, None, self.origin, device=device,
+            dtype=torch.int64,
+        )  # fmt: skip
+        for axis, own in places.items() if self.origin is not None else ():
+            check_index(
+                index[..., axis], own.shape[0], f"places: expected indices of axis {axis}, including the origin,"
+            )
         columns = [
-            torch.where(rotated, places[j].double()[index[:, j]], 0).expand_as(coords[..., j])
-            if j in places
-            else coords[..., j]
+            torch.where(rotated, places[j].double()[index[..., j]], 0) if j in places else coords[..., j]
             for j in range(self.num_axes)
         ]
         return self._as_table(torch.stack(columns, dim=-1), rotated)

@@ -342,9 +342,9 @@ def zigzag(
 def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
     for i, segment in enumerate(segments):
         if not isinstance(segment, Segment):
-            raise TypeError(
-                f"segments: expected Tokens, Grid, After, Before or Coordinates, got {segment!r} at index {i}"
-            )
+            is_number = type(segment) is int
+            found = f"{segment}; pass Tokens({segment})" if is_number else describe_positions(segment)
+            raise TypeError(f"segments: expected Tokens, Grid, After, Before or Coordinates at index {i}, got {found}")
         if isinstance(segment, Tokens):
             continue
         part = segment.grid if isinstance(segment, (After, Before)) else segment

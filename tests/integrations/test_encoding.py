@@ -143,6 +143,8 @@ def test_layers_of_their_own_learn_apart_and_differ_where_they_are_random():
     learned: Any = built("cosine", learnable=True, sharing="layer", heads="own")
     assert learned[0].log_theta is not learned[1].log_theta
     assert learned[0].log_theta.numel() == 4 * 12
+    split: Any = built("rotate", learnable=True, split=(1, 2), heads="own")
+    assert split[0].get_omega().shape == (4, 12, 2)
 
 
 def test_no_encoding_and_one_of_the_users():

@@ -570,6 +570,17 @@ def test_places_of_modules():
     q, k = module(x[:, :, 6:], x, positions=(Grid((3, 2), prefix=2, start=6), grid))
     torch.testing.assert_close(k, expected)
     torch.testing.assert_close(q, expected[:, :, 6:])
+    for origin, start in (
+        (torch.tensor([1, 0]), 4),
+        (torch.tensor([[1, 0]]), 4),
+        (torch.tensor([2, 0]), 6),
+    ):  # decoding
+        rows = Grid(((8 - start) // 2, 2), origin=origin)
+        torch.testing.assert_close(module(x[:, :, start:], positions=rows), expected[:, :, start:])
+    step = Grid((1, 2), prefix=1, origin=torch.tensor([2, 0]))
+    torch.testing.assert_close(module(x[:, :, [0, 6, 7]], positions=step), expected[:, :, [0, 6, 7]])
+    with pytest.raises(IndexError, match=r"places: expected indices of axis 0, including .* from 0 to 2, got 3$"):
+        module(x[:, :, 6:], positions=Grid((1, 2), origin=torch.tensor([3, 0])))
     own = module.places_0
     module.set_places(0, places * 2)
     assert module.places_0 is own  # in place

@@ -294,6 +294,42 @@ BAD = {
         ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; build the module with num_axes=1$",
         lambda: RotateMd(8, 2)(x, positions=Grid((12,))),
     ),
+    "positions of Rotate1d on two axes": (
+        ValueError, r"num_axes, 1, got 2 axes; use RotateMd\(head_dim, num_axes=2\)$",
+        lambda: Rotate1d(8)(x, positions=grid),
+    ),
+    "positions of a module in linear attention": (
+        ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; build the module with num_axes=1$",
+        lambda: LinearAttention(RotateMd(8, 2, act="relu"))(x, x, x, positions=Grid((12,))),
+    ),
+    "packed positions of Rotate1d in linear attention": (
+        ValueError, r"num_axes, 1, got 2 axes; use RotateMd",
+        lambda: LinearAttention(Rotate1d(8, act="relu"))(*3 * [x[:1]], positions=lrpe_md.pack([grid])),
+    ),
+    "head_dim of a module in linear attention": (
+        ValueError, r"q: expected head_dim=6, got 8 .*; build the module with head_dim=8$",
+        lambda: LinearAttention(RotateMd(6, 2, act="relu"))(x, x, x, positions=grid),
+    ),
+    "positions of a scheme on another number of axes": (
+        ValueError, r"num_axes, 2, got 1 axis; use a scheme with 1 axis$",
+        lambda: PresetMd("eva02", head_dim=8)(x, positions=Grid((12,))),
+    ),
+    "positions of an image for a video scheme": (
+        ValueError, r"num_axes, 3, got 2 axes; pass module.positions\(2, \(2, 5\)\)$",
+        lambda: PresetMd("flux1", head_dim=32)(torch.rand(1, 1, 12, 32), positions=Grid((2, 5), prefix=2)),
+    ),
+    "coordinates of an image for a video scheme": (
+        ValueError, r"num_axes, 3, got 2 axes; pass coordinates on 3 axes, or module.positions\(..\)$",
+        lambda: PresetMd("flux1", head_dim=32)(torch.rand(1, 1, 12, 32), positions=torch.rand(12, 2)),
+    ),
+    "a list as positions for different lengths": (
+        ValueError, r"k: .*different lengths, pass a pair of positions \(for q, for k\), which must be a tuple$",
+        lambda: RotateMd(8, 2)(x, x[:, :, :6], positions=[grid, Grid((2, 3))]),
+    ),
+    "a function of omega with too few arguments": (
+        TypeError, r"frequencies: expected a function \(channels, heads, seed\) -> omega, got an error: .* 1 pos",
+        lambda: RotateMd(8, 2, frequencies=lambda channels: pairs),
+    ),
     "omega of a function with one axis": (
         ValueError, r"frequencies: expected omega of shape \(1, 4, 2\), got \(1, 4, 1\)",
         lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: torch.zeros(1, channels, 1)),
@@ -342,7 +378,39 @@ BAD = {
         lambda: RotateMd(lrpe_md.Scheme("x", 8, lrpe_md.Axial((1, 1)))),
     ),
     "coords of a different length": (
-        ValueError, r"positions: expected 12 tokens", lambda: cosine(x, omega=omega, positions=torch.rand(11, 2)),
+        ValueError, r"positions: expected 12 tokens.* = 11; .*without coordinates .*Coordinates\(coords, prefix=1\)$",
+        lambda: cosine(x, omega=omega, positions=torch.rand(11, 2)),
+    ),
+    "coords of too many tokens": (
+        ValueError, r"positions: expected 12 tokens.* = 13$",
+        lambda: cosine(x, omega=omega, positions=torch.rand(13, 2)),
+    ),
+    "axes before tokens": (
+        ValueError, r"coords \(3, 12\) .* = 3; for coordinates \(K, N\), pass positions.mT$",
+        lambda: rotate(x, omega=torch.rand(1, 4, 3), positions=torch.rand(3, 12)),
+    ),
+    "axes before tokens in a module": (
+        ValueError, r"num_axes, 3, got 12 axes; for coordinates \(K, N\), pass positions.mT$",
+        lambda: RotateMd(16, 3)(torch.randn(2, 4, 12, 16), positions=torch.rand(2, 3, 12)),
+    ),
+    "a tensor in a pack": (
+        TypeError, r"samples: .* at index 0, got a Tensor; wrap it in Coordinates\(..\)$",
+        lambda: lrpe_md.pack([torch.rand(3, 2)]),
+    ),
+    "a tensor in a composition": (
+        TypeError, r"segments: .* at index 1, got a Tensor; wrap it in Coordinates\(..\)$",
+        lambda: lrpe_md.compose(lrpe_md.Tokens(1), torch.rand(3, 2)),
+    ),
+    "a number in a composition": (
+        TypeError, r"segments: .* at index 0, got 3; pass Tokens\(3\)$", lambda: lrpe_md.compose(3, grid),
+    ),
+    "a flat projection": (
+        ValueError, r"qkv: .*, got \(2, 12, 96\); .* pass qkv.unflatten\(-1, \(3, H, D\)\)$",
+        lambda: RotateMd(8)(qkv=torch.rand(2, 12, 96), positions=grid),
+    ),
+    "a flat projection with key heads": (
+        ValueError, r"num_key_heads: .*, got 5; .* pass qkv.unflatten\(-1, \(-1, D\)\)$",
+        lambda: RotateMd(8)(qkv=torch.rand(2, 12, 96), num_key_heads=5, positions=grid),
     ),
     "coords of another batch": (
         ValueError, r"B = 2", lambda: cosine(x, omega=omega, positions=torch.rand(3, 12, 2)),

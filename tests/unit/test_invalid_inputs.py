@@ -228,7 +228,7 @@ def test_other_heads_than_the_modules():
     text = Rotate1d(8, num_heads=2, theta=torch.rand(2, 4))
     with pytest.raises(ValueError, match=r"^x: expected a number of heads divisible by num_heads=2 .*, got 3"):
         text(torch.zeros(1, 3, 6, 8))
-    with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 1, got 2 axes$"):
+    with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 1, got 2 axes; use RotateMd"):
         text(X, positions=GRID)
     with pytest.raises(ValueError, match=r"num_axes, 2, got 1 axis; build the module with num_axes=1$"):
         module(X, positions=Grid((6,)))

@@ -455,7 +455,7 @@ def test_zigzag_for_text():
         ((Grid((8,)), -1, 2), "rank: expected 0 to 1, got -1"),
         ((Grid((8,)), 0, 0), "num_ranks: expected a positive integer, got 0"),
         ((Grid((8,), start=2), 0, 2), "positions: expected the whole sequence, got a shard"),
-        ((torch.zeros(8, 1), 0, 2), "positions: expected a Grid or Coordinates, got Tensor"),
+        ((torch.zeros(8, 1), 0, 2), "positions: expected a Grid or Coordinates, got a Tensor"),
     ],
 )  # fmt: skip
 def test_invalid_zigzag(arguments, message):

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, cosine, list_presets, preset, rotate
+from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, cosine, geometric_theta, list_presets, preset, rotate
 from lrpe_md.frequencies import yarn_scaling
 
 YARN = (None, partial(yarn_scaling, factor=4.0, original_length=64), None)
@@ -236,6 +237,26 @@ def test_compiles():
         torch.testing.assert_close(a, b)
 
 
+def test_num_heads_does_not_separate_learned_frequencies():
+    def series(num, base, heads):
+        return geometric_theta(num, base).expand(heads, -1)
+
+    with pytest.warns(UserWarning, match=r"num_heads: .* share the learned frequencies of 'wan', got 2; .* series"):
+        assert PresetMd("wan", num_heads=2, learnable=True).log_theta.shape == (64,)
+    shared = torch.rand(1, 8, 2)
+    with pytest.warns(UserWarning, match=r"num_heads: .* of this function, got 2; .* return omega \(num_") as found:
+        RotateMd(16, num_heads=2, frequencies=lambda channels, heads, seed: shared, learnable=True)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PresetMd("wan", num_heads=2)
+        RotateMd(16, num_heads=2, frequencies=lambda channels, heads, seed: shared)
+        RotateMd(16, num_heads=2, frequencies=lambda channels, heads, seed: shared.expand(2, -1, -1), learnable=True)
+        PresetMd("pope", num_heads=2, learnable=True)
+        own = PresetMd(Scheme("", 16, Axial((1, 1), series=series)), num_heads=2, learnable=True)
+    assert own.log_theta.shape == (2 * 8,)
+
+
 def test_repr():
     text = repr(PresetMd(preset("pope", 8, num_heads=2), learnable=True))
     for part in ("'pope'", "head_dim=8", "num_heads=2", "learnable=True", "phase='k'", "act='softplus'"):
@@ -322,7 +343,7 @@ def test_a_plain_grid_with_other_axes_names_the_positions_to_pass(recwarn):
     module = PresetMd("flux1", head_dim=64)
     q = torch.randn(1, 2, 24, 64)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"num_axes, 3, got 2 axes; pass module\.positions\(\.\.\)"):
+        with pytest.raises(ValueError, match=r"num_axes, 3, got 2 axes; pass module\.positions\(\(4, 6\)\)"):
             module(q, positions=Grid((4, 6)))
     assert not recwarn
     module(q, positions=module.positions((4, 6)))

@@ -277,7 +277,7 @@ BAD = {
         ValueError, r"axes from 0 to 1, got \(2,\) at index 0", lambda: compose(Tokens(1, "axis", 2), Grid((2, 2))),
     ),
     "axis of a follower": (ValueError, r"axes from 0 to 1, got \(5,\)", lambda: compose(After(Grid((2, 2)), (5,)))),
-    "no segment": (TypeError, r"segments: .*\(2, 2\) at index 1", lambda: compose(Tokens(1), (2, 2))),
+    "no segment": (TypeError, r"segments: .* at index 1, got \(2, 2\); .*", lambda: compose(Tokens(1), (2, 2))),
     "coordinates by sample": (
         ValueError, r"segments: expected coords of shape \(N, K\), got \(2, 3, 2\)",
         lambda: compose(Coordinates(torch.rand(2, 3, 2))),

@@ -212,7 +212,7 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, 
             f"{name}: expected the same batch, tokens and head_dim as q ({x.shape[0]}, {x.shape[2]}, {x.shape[3]}), "
             f"got shape {tuple(t.shape)}; "
             + ("for (B, N, H, D), pass q.transpose(1, 2) and k.transpose(1, 2); " if is_tokens_first else "")
-            + "for tensors of different lengths, pass separate positions"
+            + "for tensors of different lengths, pass a pair of positions (for q, for k), which must be a tuple"
         )
 
 
@@ -268,6 +268,11 @@ def remedy(x: Tensor, positions: Any) -> str:
         return TRANSPOSE
     if isinstance(positions, Grid) and positions.whole and positions.num_tokens < x.shape[2]:
         return "; count tokens that are not on the grid in prefix= or suffix="
+    if isinstance(coords, Tensor) and coords.ndim > 1 and coords.shape[-1] == x.shape[2] != coords.shape[-2]:
+        return "; for coordinates (K, N), pass positions.mT"
+    if isinstance(positions, Coordinates) and positions.num_tokens < x.shape[2]:
+        rest = x.shape[2] - positions.num_tokens
+        return f"; count tokens without coordinates in prefix= or suffix=, as in Coordinates(coords, prefix={rest})"
     return ""
 
 

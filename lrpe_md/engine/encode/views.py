@@ -93,6 +93,7 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
             raise ValueError(
                 f"qkv: expected (B, N, 3, H, D) or (N, 3, H, D), or (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D) with "
                 f"num_key_heads, got {tuple(qkv.shape)}"
+                + ("; for a projection (B, N, 3 H D), pass qkv.unflatten(-1, (3, H, D))" if qkv.ndim == 3 else "")
             )
         return None
     if qkv.ndim not in (3, 4):
@@ -104,6 +105,7 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
         raise ValueError(
             f"num_key_heads: expected H_k >= 1 with H_q + 2 H_k = {total} heads and H_q a multiple of H_k, got "
             f"{num_key_heads!r}"
+            + ("; for a projection (B, N, C), pass qkv.unflatten(-1, (-1, D))" if qkv.ndim == 3 else "")
         )
     return heads
 

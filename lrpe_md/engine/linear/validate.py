@@ -249,9 +249,13 @@ def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
     num_grid = layout.num_grid_tokens
     if num_grid % block:
         raise ValueError(
-            f"block: expected a divisor of the {num_grid} tokens between prefix and suffix (for a video, the tokens "
-            "of a "
-            f"frame), got {block}"
+            f"block: expected a divisor of the {num_grid} tokens between prefix and suffix (for a video, the tokens of "
+            f"a frame), got {block}"
+            + (
+                ""
+                if isinstance(positions, Grid)
+                else "; for tokens before the first block, pass Coordinates(.., prefix=)"
+            )
         )
     check_edges(layout, positions.total if isinstance(positions, Grid) else layout.num_tokens, block)
 
