@@ -74,15 +74,17 @@ class TubeletEmbed(nn.Module):
     def set_input_size(self, img_size: tuple[int, ...]) -> None:
         """Set the training size (frames, height, width), and with it ``grid_size`` and the size of a learned table."""
         self.img_size = tuple(img_size)
-        self.grid_size = self.dynamic_feat_size(self.img_size)
+        self.grid_size = self._divide(self.img_size, "num_frames, img_size: expected", "pass other sizes")
         self.num_patches = self.grid_size[0] * self.grid_size[1] * self.grid_size[2]
 
     def dynamic_feat_size(self, size: Sequence[int]) -> tuple[int, ...]:
         """Return the grid size (T, H, W) for a video of size (frames, height, width)."""
+        return self._divide(size, "x: expected frames, height and width to be", "crop or pad it")
+
+    def _divide(self, size: Sequence[int], expected: str, remedy: str) -> tuple[int, ...]:
         if len(size) != 3 or any(n < p or n % p for n, p in zip(size, self.patch_size, strict=True)):
             raise ValueError(
-                f"x: expected frames, height and width to be multiples of {self.patch_size} "
-                f"(tubelet_size, patch_size), got {tuple(size)}; crop or pad it"
+                f"{expected} multiples of {self.patch_size} (tubelet_size, patch_size), got {tuple(size)}; {remedy}"
             )
         return tuple(n // p for n, p in zip(size, self.patch_size, strict=True))
 
@@ -426,7 +428,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if (self.causal or self.memory or self.space_time == "factorised") and self.drop_unit == "token":
             raise ValueError(
                 "keep: dropping single tokens removes different patches from each frame, but factorised attention, "
-                "causal attention and a memory need drop_unit='tube'"
+                "causal attention and a memory need whole tubes; build the model with drop_unit='tube'"
             )
         if keep.ndim not in (1, 2) or keep.dtype not in (torch.int32, torch.int64):
             raise ValueError(

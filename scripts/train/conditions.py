@@ -116,16 +116,17 @@ class Captions:
     def inputs(self, indices: np.ndarray, device: torch.device) -> Tensor:
         return sent(self.tokens.numpy()[indices], device)
 
-    def describe_held_out(self, held_out: Iterable[int]) -> str:
-        """Report held-out captions that several images share and the model never sees, or return "" if there are none.
+    def describe_held_out(self, train: Iterable[int], held_out: Iterable[int]) -> str:
+        """Report held-out captions that several samples share and the model never sees, or return "" if there are none.
 
-        ``held_out`` contains the indices of the held-out samples.
+        ``train`` and ``held_out`` contain the indices of the training and held-out samples.
         """
-        counts = Counter(self.names[i] for i in held_out)
+        trained = {self.names[i] for i in train}
+        counts = Counter(self.names[i] for i in held_out if self.names[i] not in trained)
         shared = [f"{count} of {name!r}" for name, count in counts.most_common(3) if count > 1]
         if not shared:
             return ""
-        return f"Held out all images of {plural(len(counts), 'caption')} for tests, among them {', '.join(shared)}"
+        return f"Held out all samples of {plural(len(counts), 'caption')} for tests, among them {', '.join(shared)}"
 
     def describe_cuts(self) -> str:
         """Report how many captions :attr:`tokens` truncates, and how to avoid this. Return "" if it truncates none."""

@@ -255,7 +255,9 @@ def sample_images(run: Path, painter: Painter, prompts: list[str], seed: int, sh
     drawn = draw(painter, prompts, draw_noise(sheet.images, painter.shape(size), seed), sheet)
     columns: dict[str, np.ndarray] = {f"seed {seed + i}": pixels(drawn[:, i]) for i in range(sheet.images)}
     save_whole(sheet.out, lambda part: write_sheet(part, prompts, columns))
-    console.print(f"{sheet.out}: {len(prompts)} × {sheet.images} images of {size[0]}x{size[1]}, step {painter.step}")
+    is_video = painter.model.num_axes == 3
+    what = f"clips of {painter.settings['frames']}x" if is_video else "images of "
+    console.print(f"{sheet.out}: {len(prompts)} × {sheet.images} {what}{size[0]}x{size[1]}, step {painter.step}")
 
 
 def _check(run: Path, painter: Painter, prompts: list[str], sheet: Sheet, console: Console) -> None:

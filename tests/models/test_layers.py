@@ -417,7 +417,7 @@ def test_dropped_tubes():
     keep = torch.tensor([0, 3])
     tokens = model.forward_features(x, keep=keep)
     torch.testing.assert_close(tokens[:, :4], model.forward_features(x[:, :, :2], keep=keep))
-    with pytest.raises(ValueError, match=r"keep: dropping single tokens .* a memory need drop_unit='tube'"):
+    with pytest.raises(ValueError, match=r"keep: dropping single tokens .* a memory need whole tubes; .*'tube'"):
         video(memory=Memory(directions="both"), attention="linear", encoding="rotate").forward_features(x, keep=keep)
 
 

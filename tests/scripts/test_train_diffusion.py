@@ -71,6 +71,18 @@ def load(path, size=8, parts=4, fold=0, limit=None, without=""):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("heads", "width", "expected"), [(4, 256, 4), (3, 256, 1), (6, 256, 2), (12, 256, 4), (6, 252, 6), (1, 2, 1)]
+)
+def test_heads_of_the_text_encoder_divide_its_width(folder, tmp_path, heads, width, expected):
+    config = DiffusionTraining(
+        data=folder, out=tmp_path, **{**SMALL, "dim": 24 * heads, "heads": heads, "text_dim": width}
+    )
+    encoder = train_diffusion.build(config).text_encoder
+    assert encoder.blocks[0].attn.num_heads == expected
+    assert encoder(torch.ones(1, 3, dtype=torch.long)).features.shape == (1, 3, width)
+
+
 # --- data ------------------------------------------------------------------------------------------------
 
 

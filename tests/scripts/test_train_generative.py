@@ -300,12 +300,14 @@ def test_features_equal_those_of_the_text_model(tmp_path, kind):
         folder.find(["a red tile", "a dog"])
 
 
-def test_held_out_captions_that_images_share_are_named():
+def test_captions_without_any_training_sample_are_named_if_held_out_samples_share_them():
     condition = Captions(("a", "b", "a", "c", "b", "a"), EncoderSize(16, 1, 2, 8))
-    said = condition.describe_held_out([0, 2, 3, 5])
-    assert said == "Held out all images of 2 captions for tests, among them 3 of 'a'"
-    assert condition.describe_held_out([0, 2, 5]) == "Held out all images of 1 caption for tests, among them 3 of 'a'"
-    assert condition.describe_held_out([1, 3]) == ""
+    said = condition.describe_held_out([1, 4], [0, 2, 3, 5])
+    assert said == "Held out all samples of 2 captions for tests, among them 3 of 'a'"
+    said = condition.describe_held_out([1, 3], [0, 2, 4, 5])  # "b" is also in training
+    assert said == "Held out all samples of 1 caption for tests, among them 3 of 'a'"
+    assert condition.describe_held_out([0, 2, 4, 5], [1, 3]) == ""
+    assert condition.describe_held_out([0, 1, 3], [2, 4, 5]) == ""
 
 
 def test_captions_that_are_cut_are_counted(tmp_path, capsys):
@@ -659,7 +661,8 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
         given += ["--encoder", data["latents"]["data"].parent / "text"]
     done = invoke("sample", runs[kind], *given, "--images", 2, "--size", "8x16", "--out", tmp_path / "sheet.png")
     assert done.exit_code == 0, done.output
-    assert f"{max(1, given.count('--prompt'))} × 2 images of 8x16, step 1" in done.output
+    what = "clips of 3x8x16" if "clips" in kind or "film" in kind else "images of 8x16"
+    assert f"{max(1, given.count('--prompt'))} × 2 {what}, step 1" in done.output
     done = invoke("sample", runs[kind], *given, "--count", 18, "--npz", tmp_path / "samples.npz")
     assert done.exit_code == 0, done.output
     with np.load(tmp_path / "samples.npz") as file:

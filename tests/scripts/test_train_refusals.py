@@ -86,11 +86,13 @@ def test_options_that_must_not_be_zero(tmp_path):
         ("diffusion", "folder", [], "--dim: expected a multiple of 2 × 4 (--heads), got 50; pass --dim 48 or 56, or"),
         ("diffusion", "folder", ["--dim", 6], "--dim: expected a multiple of 2 × 4 (--heads), got 6; pass --dim 8, or"),
         (
-            "diffusion", "captions", ["--dim", 48, "--text-dim", 50],
-            "--text-dim: expected a multiple of 2 × 4 (--heads), got 50; pass --text-dim 48 or 56, or",
+            "diffusion",
+            "captions",
+            ["--dim", 48, "--text-dim", 51],
+            "--text-dim: expected an even number, got 51; pass --text-dim 52",
         ),
     ],
-)  # fmt: skip
+)
 def test_heads_must_divide_the_width(tmp_path, task, data, options, message):
     if data == "captions":
         data = write_tiles(tmp_path / "captions")

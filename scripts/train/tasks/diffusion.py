@@ -10,6 +10,7 @@ classes. docs/diffusion.md shows how to build emoji64.zip.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -117,7 +118,10 @@ class DiffusionTraining(GenerativeTraining):
         False, "Recompute the blocks in the backward pass, to save memory.", free=True, panel=MODEL
     )
     text_dim: int = option(
-        256, "Width of the text encoder (a multiple of 2 × --heads) or of class embeddings.", least=1
+        256,
+        "Width of the text encoder or of class embeddings. The text encoder has --heads heads, or fewer if the width "
+        "is not a multiple of 2 × --heads.",
+        least=1,
     )
     text_depth: int = option(3, "Number of blocks of the text encoder.", least=1)
     text_length: int = option(64, "Maximum length of a caption, in bytes.", least=1)
@@ -213,7 +217,8 @@ class DiffusionTraining(GenerativeTraining):
 
     @property
     def text_encoder(self) -> EncoderSize:
-        return EncoderSize(self.text_dim, self.text_depth, self.heads, self.text_length)
+        heads = math.gcd(self.heads, max(self.text_dim // 2, 1))  # heads of an even width
+        return EncoderSize(self.text_dim, self.text_depth, heads, self.text_length)
 
     @property
     def sampling(self) -> Sampling:
@@ -245,8 +250,9 @@ def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
     if source is None:
         encoder = build_encoder(Captions((), config.text_encoder).settings)
     else:
-        if isinstance(source.condition, Captions):
-            check_width("--text-dim", config.text_dim, config.heads, 2)
+        if isinstance(source.condition, Captions) and config.text_dim % 2:
+            near = f"pass --text-dim {config.text_dim + 1}"
+            raise typer.BadParameter(f"--text-dim: expected an even number, got {config.text_dim}; {near}")
         encoder = source.condition.encoder()
     try:
         model = DiT(text_encoder=encoder, **model_arguments(config))
@@ -299,7 +305,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
         source.check_batch(config.batch)  # check before anything is written
     report(source.describe_held_out())
     if isinstance(source.condition, Captions):
-        report(source.condition.describe_cuts(), source.condition.describe_held_out(source.held_out))
+        report(source.condition.describe_cuts(), source.condition.describe_held_out(source.train, source.held_out))
     model = build(config, source)
     evaluation = make_evaluation(config, source, device, decoder)
 

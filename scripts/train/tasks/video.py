@@ -127,7 +127,10 @@ class VideoTraining(Training):
         0.0, "Fraction of patches to drop in training, at the same places in all frames.", least=0, below=1, panel=MODEL
     )
     segment: int = option(
-        240, "Length of a video segment, in frames; training and test clips come from different segments.", least=1
+        240,
+        "Length of a video segment, in frames; training and test clips come from different segments. A test segment "
+        "needs twice --frames × --every.",
+        least=1,
     )
     parts: int = option(
         5, "Number of parts to split the segments (with --task labels, the videos) into; one is held out.", least=1
