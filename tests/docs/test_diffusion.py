@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import torch
 from lrpe_md.scripts.train.app import app
 from PIL import Image
@@ -21,6 +22,7 @@ def find_block(language, part):
     return found
 
 
+@pytest.mark.slow
 def test_the_first_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(find_block("python", "load_digits"), {})

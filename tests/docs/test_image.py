@@ -27,6 +27,7 @@ def commands(tmp_path, monkeypatch):
     return [with_options(line[2:], *short) for line in lines if "runs/mine" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_page_trains_tests_and_exports(commands, tmp_path, capsys):
     train, test, fine_tune = commands

@@ -31,6 +31,7 @@ def invoke(app, *arguments):
     return done.output
 
 
+@pytest.mark.slow
 def test_the_program_learns_and_resumes(app, tmp_path):
     shown = invoke(app, "--help")
     assert "Height and width of a picture, pixels." in shown

@@ -9,7 +9,7 @@ import torch
 from lrpe_md.models.dit import DiT
 from lrpe_md.models.lm import CausalLm, LmConfig
 from lrpe_md.models.text import TextEncoder, tokenize
-from parametrizing import parametrize_each
+from parametrizing import parametrize_each, slow_except
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -303,7 +303,7 @@ def test_gradients_that_are_not_in_place(used, device):
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @parametrize_each(
     "how impl options", [("none", False), ("silu", True)], ["reference", "triton"], [{}, {"masked": True}]
@@ -329,7 +329,7 @@ DEPTHS = {"eager": 2, "checkpointing": 2, "compiled": 1, "qk_norm": 2}  # each b
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("encoding", ["rotate", "cosine", "mixed"])
-@pytest.mark.parametrize("how", DEPTHS)
+@pytest.mark.parametrize("how", slow_except(["eager", "checkpointing", "qk_norm"], DEPTHS))
 def test_a_vision_transformer(encoding, how, device):
     torch.compiler.reset()
     kwargs = {"qk_norm": True} if how == "qk_norm" else {}
@@ -366,7 +366,7 @@ def make_lm(keep_encoded, depth):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", slow_except(["eager"], ["eager", "compiled"]))
 @pytest.mark.parametrize("make", [make_dit, make_lm])
 def test_other_backbones(make, how, device):
     torch.compiler.reset()

@@ -69,6 +69,7 @@ def exported(request):
     return request.param, model, torch.export.export(model, (x,), dynamic_shapes=any_size(x))
 
 
+@pytest.mark.slow
 def test_exported_for_any_size(exported):
     """There is one program. It only uses torch's operators, and no operator on which ONNX exporters fail."""
     name, model, program = exported

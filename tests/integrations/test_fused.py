@@ -46,6 +46,7 @@ def test_launches(name, launches):
     assert launches == CASES[name]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
 def test_ltx_fuses_its_norms_in_kernels(launches):
     model, x = models.ltx(num_layers=1), torch.randn(2, 30, 4)

@@ -77,6 +77,7 @@ def run_all(library, impl):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:lrpe_md. the interpreter of Triton")  # fixed by the tests, which it can't know
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_equal_beside_the_installed_library(kernels, impl):

@@ -141,6 +141,7 @@ def test_checkpointing(name, calls):
     assert len(calls) == 4 * count
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels(name, calls):

@@ -100,6 +100,7 @@ def test_restored_and_copied(pipe):
     assert not is_adapted(pipe)
 
 
+@pytest.mark.slow
 def test_compiled_once(pipe):
     """This also holds if the pipeline makes new tables for each video."""
     adapt_rotary(pipe)

@@ -758,6 +758,7 @@ def test_within_another_default_device(name):
     torch.testing.assert_close(call(model, x), expected, rtol=0, atol=BOUND)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_before_it_is_needed():
     code = (
         "import sys, torch; before = set(sys.modules); from lrpe_md import adapt_rotary\n"

@@ -14,7 +14,6 @@ import pytest
 import torch
 from lrpe_md.models.dit import DiT
 from lrpe_md.models.lm import CausalLm, LmConfig
-from parametrizing import slow_except
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -366,7 +365,8 @@ def changes():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", slow_except(["wan"], ["wan", "dit", "learned"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan", "dit", "learned"])
 def test_no_recompile_and_no_wait(name):
     torch._dynamo.reset()
     x, t = torch.randn(1, 3, 9, 4, 6), torch.tensor([0.4])

@@ -75,22 +75,27 @@ NORMS = [
     {"norm": "rms"},
     {"norm": "layer", "norm_weight": "by_head", "omega_heads": 2},
     {"norm": "rms", "norm_groups": 3, "tables_batch": 2},
+    {"norm": "rms", "norm_weight": "none"},
+    {"norm": "rms", "norm_over": "heads", "omega_heads": 2},
+]
+NORMS_OVER_HEADS = [
     {"norm": "rms", "norm_over": "heads"},
     {"norm": "layer", "norm_over": "heads", "norm_groups": 3, "tables_batch": 2},
-    {"norm": "rms", "norm_over": "heads", "omega_heads": 2},
-    {"norm": "rms", "norm_weight": "none"},
 ]
 
 
-@parametrize_each(
-    "change case pairs layout",
-    NORMS,
-    [FULL, PAIRS, COSINE],
-    ["half", "interleaved"],
-    ["dense", "complex", "odd", "expanded"],
-)
+NORM_VALUES = [FULL, PAIRS, COSINE], ["half", "interleaved"], ["dense", "complex", "odd", "expanded"]
+
+
+@parametrize_each("change case pairs layout", NORMS, *NORM_VALUES)
 def test_norms(change, case, pairs, layout):
     assert not violations(replace(case, pairs=pairs, tables_layout=layout, act="silu", **change))
+
+
+@pytest.mark.slow
+@parametrize_each("change case pairs layout", NORMS_OVER_HEADS, *NORM_VALUES)
+def test_norms_over_all_heads(change, case, pairs, layout):
+    test_norms(change, case, pairs, layout)
 
 
 @pytest.mark.slow

@@ -102,6 +102,7 @@ def test_patched_interpreter_gives_the_same_bits(case, unpatched):
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.slow
 def test_patched_interpreter_gives_the_same_bits_for_linear_attention(unpatched):
     inputs = make_linear_inputs(LinearCase("rotate", dtype=torch.float16, mask="causal", act="softplus", phase="both"))
     quick = run_linear(inputs, "triton")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parametrizing import each_value_rows, parametrize_each
+from parametrizing import each_value_rows, parametrize_each, slow_except
 
 pytest.importorskip("triton")
 
@@ -121,14 +121,16 @@ def in_parts(monkeypatch):
     call_cache.clear()
 
 
+PARTS = [{"shape": (31,), "heads": (4, 2)}, {"shape": (5, 7), "normalizer": "none"}]
+
+
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [
-        {}, {"gate": "nan", "gate_heads": 2}, {"shape": (31,), "heads": (4, 2)},
-        {"cu_seqlens": (9, 0, 14, 1, 13), "batch": 1},
-        {"shape": (5, 7), "normalizer": "none"}, {"dtype": torch.bfloat16, "map": "rotate", "shape": (4, 12)},
-    ],
+    slow_except(PARTS, [
+        *PARTS, {}, {"gate": "nan", "gate_heads": 2}, {"cu_seqlens": (9, 0, 14, 1, 13), "batch": 1},
+        {"dtype": torch.bfloat16, "map": "rotate", "shape": (4, 12)},
+    ]),
     ids=str,
 )  # fmt: skip
 def test_states_of_causal_pieces_by_parts(changes, state, in_parts):
@@ -155,7 +157,7 @@ def test_unmapped_features_are_read_in_place(mask, changes, head_dim, cut):
     assert_within_budget(replace(case, act="none", normalizer="none", **changes))
 
 
-@pytest.mark.parametrize("name", ["cosine", "rotate"])
+@pytest.mark.parametrize("name", slow_except(["rotate"], ["cosine", "rotate"]))
 def test_thread_sums_tokens_before_frequencies(name, cut):
     """In tiles of 64 tokens and 64 channels, a thread has four tokens with four warps, and two of 32 tokens."""
     assert_within_budget(
@@ -204,7 +206,7 @@ def test_one_pass_needs_few_tokens_and_a_small_state(v_dim, features, trains, lo
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("many_heads", [False, True])
-@pytest.mark.parametrize("tokens", [15, 16, 65])
+@pytest.mark.parametrize("tokens", slow_except([15, 16], [15, 16, 65]))
 def test_states_of_many_pieces(tokens, many_heads, heads, monkeypatch):
     """With pieces of one token, sums of states load 4 or 64 pieces at once, and mask those that don't exist."""
     for name, value in (("ONE_PASS", 0), ("SHORTEST", 1), ("PIECE", 1), ("PROGRAMS", 10**6)):

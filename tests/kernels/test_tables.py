@@ -72,6 +72,7 @@ def run(folder: Path, code: str, **environment: str) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=folder, env=env, timeout=300)
 
 
+@pytest.mark.slow
 def test_entry_and_branch_suffice(tmp_path):
     done = run(copy_with(tmp_path, FORWARD, BACKWARD), USE, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr

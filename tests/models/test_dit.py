@@ -469,7 +469,8 @@ def test_every_condition_trains(name):
     torch.testing.assert_close(other(x, t, again), model.eval()(x, t, text))
 
 
-@pytest.mark.parametrize("name", slow_except(["features"], ["labels", "features"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["labels", "features"])
 def test_conditions_in_one_compiled_graph(name):
     model, x, t, text, _ = conditioned(name, depth=1)
     counter = CompileCounter()

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from parametrizing import slow_except
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -350,7 +349,8 @@ def test_every_parameter_learns_also_with_checkpointing(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", slow_except(["causal"], LEARNING))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEARNING)
 def test_one_graph(name):
     torch._dynamo.reset()
     (build, run), x, counter = LEARNING[name], clip(2), CompileCounter()

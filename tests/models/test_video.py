@@ -412,6 +412,7 @@ def test_image_weights_for_a_model_that_averages_tokens():
     assert torch.equal(model.fc_norm.weight, image.norm.weight)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("kwargs", "references"),

@@ -63,6 +63,7 @@ def test_smoke_of_the_longer_comparison(tmp_path: Path, monkeypatch: pytest.Monk
     assert "rotate:base=100,learnable=true softmax   seed 0" in done.output
 
 
+@pytest.mark.slow
 def test_a_killed_comparison_resumes_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = ["--set", "steps=5", "--set", "save_every=2"]
     assert invoke(*command(tmp_path / "whole", *few)).exit_code == 0

@@ -236,6 +236,7 @@ def test_calls_cycle_through_copies_of_the_inputs(tmp_path, monkeypatch, overwri
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_first_calls_run_in_a_fresh_process(monkeypatch):
     code = "import lrpe_md, os, sys\nprint(len(os.listdir(os.environ['TRITON_CACHE_DIR'])), *range(1, len(sys.argv)))"
     monkeypatch.setattr(benchmark_modes, "FIRST_CALLS", code)

@@ -50,6 +50,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_tables_and_plots(folder):
     done = CliRunner().invoke(app, ["report", str(folder), "--pages", str(folder)])
     assert done.exit_code == 0, (done.output, done.exception)

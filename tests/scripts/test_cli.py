@@ -195,7 +195,8 @@ def test_a_program_gets_its_options(monkeypatch, capsys):
     assert "--weight-decay" in shown
 
 
-@pytest.mark.parametrize("packages", [("typer", "scipy"), pytest.param(PACKAGES, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packages", [("typer", "scipy"), PACKAGES])
 def test_missing_package_gives_the_install_command(packages):
     """Importing the command itself needs no optional package."""
     wanted = [(package, name) for package in packages for name in USERS.get(package, ["train"])]

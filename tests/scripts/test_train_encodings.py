@@ -326,6 +326,7 @@ def test_only_registered_schemes_have_a_fingerprint(registered):
     assert settings_of(config("digits", registered))["scheme"] == described
 
 
+@pytest.mark.slow
 def test_ablate_refuses_runs_of_another_definition_of_a_scheme(tmp_path, registered):
     command = ("run", "digits", "--smoke", "--device", "cpu", "--attention", "softmax", "--workers", "1")
     command += ("--out", tmp_path, "--baseline", registered)

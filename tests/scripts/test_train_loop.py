@@ -127,6 +127,7 @@ def test_checkpoint_stores_the_plan(tmp_path, clock):
     assert resumed.counted_seconds() == pytest.approx(10, abs=0.25)  # its first step is not counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [14, 24])
 def test_interrupted_run_keeps_its_time_budget(tmp_path, clock, kill):
     """Time before the interruption counts, even if there was no plan yet."""

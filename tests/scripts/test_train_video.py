@@ -544,6 +544,7 @@ def test_training_starts_from_a_video_run(footage, tmp_path, capsys):
         assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6), name
 
 
+@pytest.mark.slow
 @needs_decoder
 def test_reference_of_video_weights_is_suggested_and_trained_with(footage, tmp_path, capsys):
     first = tmp_path / "first"

@@ -278,6 +278,7 @@ def test_check_passes_if_the_table_is_best(invoke):
     assert set(rows["round"]) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_check_fails_at_a_slow_tile(invoke):
     result, _ = invoke(slow_in_one_place, "--check")
     assert result.exit_code == 1

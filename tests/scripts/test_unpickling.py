@@ -68,6 +68,7 @@ def calls(source: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_other_code_can_execute_files():
     folders = ROOT / "lrpe_md", ROOT / "models", ROOT / "scripts"
     found = {

@@ -179,6 +179,7 @@ def test_a_comparison_of_sequences_has_no_slices():
     assert not any("slices" in title for title in titles)
 
 
+@pytest.mark.slow
 def test_a_pdf_has_no_type_3_fonts(tmp_path: Path):
     lrpe_md.show("rope_1d", path=tmp_path / "shown.pdf")
     assert run("-p", "rope_1d", "--format", "pdf", "--out", str(tmp_path)).exit_code == 0
@@ -242,7 +243,7 @@ def test_text_before_a_grid_is_not_rotated_by_a_module():
         lrpe_md.show("wan", text=1)
 
 
-@pytest.mark.parametrize("shape", [(14, 14), (28, 14), (18, 28), (5, 12, 20)])
+@pytest.mark.parametrize("shape", slow_except([(18, 28)], [(14, 14), (28, 14), (18, 28), (5, 12, 20)]))
 def test_the_bar_of_a_comparison_covers_no_title(shape: tuple[int, ...]):
     long: Any = {"A title of more than one line " * 2: "cogvideox", "LTX": "ltx"}
     figure = lrpe_md.show(long if len(shape) == 3 else ["dinov3", "rope_vit_mixed"], shape)
@@ -577,8 +578,10 @@ def run(*arguments: str) -> Any:
 @pytest.mark.parametrize(("arguments", "names"), [
     (["-p", "pope", "--preset", "eva02", "--shape", "6"], None),
     (["-p", "pope", "--shape", "6", "--text", "2"], ["pope.png"]),
-    (["-p", "wan", "-p", "lumina2", "--shape", "4 6", "--text", "0", "--token", "1,5", "--format", "svg"],
-     ["lumina2.svg", "wan.svg"]),
+    pytest.param(
+        ["-p", "wan", "-p", "lumina2", "--shape", "4 6", "--text", "0", "--token", "1,5", "--format", "svg"],
+        ["lumina2.svg", "wan.svg"], marks=pytest.mark.slow,
+    ),
     (["--frequencies", "mixed", "--shape", "2x3x4", "--heads", "2", "--head", "1", "--map", "cosine", "--maps", "2"],
      ["mixed-cosine.png"]),
     (["--frequencies", "axial", "--shape", "3x4", "--axis-order", "major_first", "--base", "30", "--head-dim", "12",
@@ -595,6 +598,7 @@ def test_one_picture_per_preset(arguments: list[str], names: list[str] | None, t
     assert all(path.stat().st_size > 1000 for path in (tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_earlier_pictures_are_kept(tmp_path: Path):
     for name in ("pope", "pope-2"):
         result = run("-p", "pope", "--shape", "6", "--out", str(tmp_path), "--dpi", "20", "--dark")
@@ -690,6 +694,7 @@ def test_the_header_names_the_reference():
     assert title.endswith(", grid 4×6,\npositions rescaled to 16×16")
 
 
+@pytest.mark.slow
 def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     views: list[visualize.View] = []
     draw = visualize.draw

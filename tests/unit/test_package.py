@@ -185,6 +185,7 @@ def run(code: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_cold_import():
     """`import lrpe_md` doesn't load triton, timm, or toolkits for plotting or machine learning."""
     heavy = ["triton", "timm", "diffusers", "transformers", "matplotlib", "sklearn", "pandas", "torchvision"]
@@ -195,6 +196,7 @@ def test_cold_import():
     assert not loaded & set(heavy)
 
 
+@pytest.mark.slow
 def test_without_triton():
     """Public names can be imported, and the reference runs and trains. The error for "triton" is clear."""
     code = """
@@ -261,6 +263,7 @@ def _extras(names):
     return found
 
 
+@pytest.mark.slow
 def test_documented_install_covers_all_imports():
     """It covers every required import of the backbones, commands and adapters."""
     line = re.search(r"pip install -e '\.\[(.*)\]'", (ROOT / "README.md").read_text(encoding="utf-8"))

@@ -107,6 +107,7 @@ def test_jvp():
     torch.testing.assert_close(jvp(call, args, tangents), jvp(formula, args, tangents))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", COMPILERS)
 def test_compile(backend):
     args = [t.requires_grad_() for t in tensors(2, dtype=torch.float32)]

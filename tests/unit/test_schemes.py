@@ -511,6 +511,7 @@ def test_missing_folders_of_a_figure_are_created(tmp_path):
     assert (tmp_path / "a" / "b" / "wan.svg").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_without_matplotlib():
     code = "import sys; sys.modules['matplotlib'] = None; import lrpe_md; lrpe_md.show('wan')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -520,6 +521,7 @@ def test_without_matplotlib():
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch):
     """Run the code of docs/schemes.md from top to bottom."""
     pytest.importorskip("timm")
