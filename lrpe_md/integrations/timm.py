@@ -55,6 +55,7 @@ from .attention import (
     check_causal,
     check_key_norm,
     check_memory,
+    weight_dtype,
 )
 from .encoding import Encoding, EncodingStack, build_for_layers, explain_misplaced_options
 from .norms import norm_of, takes_norm
@@ -103,7 +104,7 @@ class LrpeAttention(Attention):
         q, k, v = split_qkv(qkv)
         norm = None
         if takes_norm(encoding, self.attention):
-            norm = norm_of(self.q_norm, self.k_norm, _weight_dtype(self.qkv, qkv))
+            norm = norm_of(self.q_norm, self.k_norm, weight_dtype(self.qkv, qkv.dtype))
         if self.attention == "linear":
             if norm is None:
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -144,12 +145,6 @@ class LrpeAttention(Attention):
             return "attention='softmax'"
         memory = "" if self.memory is None else f", memory={self.memory}"
         return f"attention='linear', normalizer={self.normalizer!r}{memory}"
-
-
-def _weight_dtype(linear: Any, output: Tensor) -> torch.dtype:
-    """Return the dtype of a linear layer's weight, or that of its output if the weight is quantised."""
-    weight = linear.weight  # a method in torch.ao's quantised layers
-    return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else output.dtype
 
 
 def encode(
