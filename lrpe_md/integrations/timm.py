@@ -57,6 +57,7 @@ from .attention import (
     check_memory,
     weight_dtype,
 )
+from .attention_adapter import find_adapted_forward
 from .encoding import Encoding, EncodingStack, build_for_layers, explain_misplaced_options
 from .norms import norm_of, takes_norm
 
@@ -87,6 +88,7 @@ class LrpeAttention(Attention):
     after ``timm.layers.set_fused_attn(False)``.
     """
 
+    takes_context = True  # adapt_attention then looks for the encoding of the backbone
     attention: AttentionKind = "softmax"
     normalizer: NormalizerName = "unrotated"
     memory: Memory | None = None
@@ -566,6 +568,13 @@ def _attentions(model: Any) -> list[list[Any]]:
                 f"model: expected blocks of {', '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got "
                 f"blocks[{i}] of type {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
             )
+        for m in inside:
+            if find_adapted_forward(m) is not None or (type(m) is Attention and "forward" in vars(m)):
+                raise ValueError(
+                    f"model: expected attention layers with the forward method of their class, got blocks[{i}] with a "
+                    "replaced one. After adapt_attention, call restore_attention first; otherwise, remove what "
+                    "replaced it"
+                )
         blocks.append(inside)
     found = [m for inside in blocks for m in inside]
     if len({(m.num_heads, m.head_dim) for m in found}) != 1:
