@@ -494,9 +494,9 @@ def adapt_attention(
 def restore_attention(model: Model) -> Model:
     """Undo :func:`adapt_attention` in place. A model that is not adapted stays unchanged.
 
-    Raises: ValueError: if a forward method was replaced after adapting, for example by an offloading hook. The model
-        then stays
-            unchanged.
+    Raises:
+        ValueError: if a forward method was replaced after adapting, for example by an offloading hook. The model then
+            stays unchanged.
     """
     found = [attention for attention in map(find_adapted_forward, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
