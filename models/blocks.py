@@ -24,7 +24,14 @@ from lrpe_md import Norm, geometric_theta
 from lrpe_md.engine.core.call import Act
 from lrpe_md.engine.encode.views import split_qkv
 from lrpe_md.engine.linear.call import NormalizerName
-from lrpe_md.integrations.attention import AttentionKind, Context, attend_encoded, attend_linearly, softmax_attention
+from lrpe_md.integrations.attention import (
+    AttentionKind,
+    Context,
+    attend_encoded,
+    attend_linearly,
+    softmax_attention,
+    weight_dtype,
+)
 from lrpe_md.integrations.norms import norm_of, takes_norm
 from lrpe_md.modules.linear import Memory
 
@@ -73,7 +80,7 @@ class TimeEmbedding(nn.Module):
         dtype = torch.promote_types(t.dtype, torch.float32)
         theta = geometric_theta(self.num_frequencies, self.base, dtype=dtype, device=t.device)
         angles = 1000 * t.to(dtype)[:, None] * theta
-        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.mlp.fc1.weight.dtype))
+        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1).to(weight_dtype(self.mlp.fc1, dtype)))
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

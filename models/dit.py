@@ -33,7 +33,14 @@ from lrpe_md import Coordinates, CosineMd, Grid, Tokens
 from lrpe_md.checks import check_at_least, check_one_of, repeat_over_layers
 from lrpe_md.engine.core.call import Act
 from lrpe_md.engine.linear.call import NormalizerName
-from lrpe_md.integrations.attention import ATTENTIONS, AttentionKind, Context, check_key_norm, check_memory
+from lrpe_md.integrations.attention import (
+    ATTENTIONS,
+    AttentionKind,
+    Context,
+    check_key_norm,
+    check_memory,
+    weight_dtype,
+)
 from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_for_layers, explain_misplaced_options
 from lrpe_md.modules.linear import Memory
 from lrpe_md.positions.sequences import RULES
@@ -508,9 +515,9 @@ class DiT(nn.Module):
         tokens = self._embed_patches(x, shape)
         features, mask, pooled = self._condition(text, drop, x.shape[0])
         if features is not None:
-            features = self.text_embed(features.to(self.embed.weight.dtype)).to(x.dtype)
+            features = self.text_embed(features.to(weight_dtype(self.embed, x.dtype))).to(x.dtype)
         if pooled is not None:
-            c = c + self.pooled_embed(pooled.to(self.embed.weight.dtype))
+            c = c + self.pooled_embed(pooled.to(weight_dtype(self.embed, x.dtype)))
         length = 0 if features is None or self.cross else features.shape[1]
         placed = self.encoding is not None or self.memory is not None
         positions: Any = self.positions(shape, length, x.device, mask) if placed else None

@@ -64,6 +64,7 @@ class TubeletEmbed(nn.Module):
         **unused: Any,  # timm's options for image padding and layout
     ) -> None:
         super().__init__()
+        self.in_chans = in_chans
         self.patch_size: Any = (tubelet_size, *to_2tuple(patch_size))
         sizes: Any = (num_frames, *to_2tuple(img_size))
         self.set_input_size(sizes)
@@ -92,6 +93,8 @@ class TubeletEmbed(nn.Module):
         return max(self.patch_size) if as_scalar else self.patch_size
 
     def forward(self, x: Tensor) -> Tensor:
+        if type(self.proj) is not nn.Conv3d:  # a wrapper, such as LoRA
+            return self.norm(self.proj(x).flatten(2).transpose(1, 2))
         # A convolution without overlap is a matrix product, which is faster than cuDNN's 3D convolution in 16 bits.
         return self.norm(F.linear(patchify(x, self.patch_size), self.proj.weight.flatten(1), self.proj.bias))
 
@@ -353,7 +356,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             )
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
-        check_input(x, self.patch_embed.proj.in_channels, 3)
+        check_input(x, self.patch_embed.in_chans, 3)
         return self.patch_embed.dynamic_feat_size(x.shape[2:])
 
     def _embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -27,7 +27,7 @@ from .encoding import Activation
 
 __all__ = [
     "ATTENTIONS", "AttentionKind", "Carried", "Context", "attend_encoded", "attend_linearly", "attend_softmax",
-    "check_causal", "check_key_norm", "check_memory", "sdpa_backends", "softmax_attention",
+    "check_causal", "check_key_norm", "check_memory", "sdpa_backends", "softmax_attention", "weight_dtype",
 ]  # fmt: skip
 
 AttentionKind: TypeAlias = Literal["softmax", "linear"]
@@ -70,6 +70,17 @@ class Context:
     def block_for(self, memory: Memory | None) -> int | None:
         """Return the tokens per block in a layer with this memory, or None if its tokens have no order."""
         return None if self.bidirectional and memory is None else self.block
+
+
+def weight_dtype(layer: nn.Module, default: torch.dtype) -> torch.dtype:
+    """Return the dtype of a layer's weight, or ``default`` if the weight is quantised.
+
+    If a wrapper, such as LoRA, has no weight of its own, return the dtype of its first parameter.
+    """
+    weight: Any = getattr(layer, "weight", None)  # a method in torch.ao's quantised layers
+    if weight is None:
+        weight = next(layer.parameters(), None)
+    return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else default
 
 
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:

@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..checks import describe_positions
 from ..engine.inductor.private import is_transforming
+from ..modules.base import FrequencyModule
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .attention import check_causal, softmax_attention
@@ -42,7 +43,7 @@ from .copies import SDPA, copy_forward
 from .encoding import Encoding, EncodingStack, build_encoding, explain_misplaced_options
 from .rotary import find_rotary
 
-__all__ = ["adapt_attention", "restore_attention", "set_positions"]
+__all__ = ["adapt_attention", "find_adapted_forward", "restore_attention", "set_positions"]
 
 Model = TypeVar("Model", bound=nn.Module)
 Where: TypeAlias = Grid | Coordinates | Tensor
@@ -497,7 +498,7 @@ def restore_attention(model: Model) -> Model:
         ValueError: if a forward method was replaced after adapting, for example by an offloading hook. The model then
             stays unchanged.
     """
-    found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
+    found = [attention for attention in map(find_adapted_forward, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
     for own in {attention.adaptation for attention in found}:
         replaced = [a.path for a in own.attentions if vars(a.module).get("forward") != a.call]
@@ -539,7 +540,8 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
     own.local.running = own.local.current = own.local.running._replace(positions=positions)
 
 
-def _attention_of(module: nn.Module) -> _Attention | None:
+def find_adapted_forward(module: nn.Module) -> _Attention | None:
+    """Return what adapt_attention has set as the forward method of an attention module, or None."""
     owner = getattr(vars(module).get("forward"), "__self__", None)
     return owner if isinstance(owner, _Attention) else None
 
@@ -574,9 +576,15 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
             "adapt_rotary(model) to run its rotation with this library, or name other modules in modules="
         )
     for path, module in found.items():
-        if _attention_of(module) is not None:
+        if find_adapted_forward(module) is not None:
             raise ValueError(
                 f"modules: expected modules that are not adapted, got {path}; call restore_attention first"
+            )
+        if _has_encoding(model, path):
+            raise ValueError(
+                f"modules: expected attention modules without an encoding, got {path}, which already encodes q and k "
+                "with this library. Remove its encoding first, as adapt(model, 'none') does for timm's ViTs, or name "
+                "other modules in modules="
             )
         if isinstance(module, nn.MultiheadAttention):
             raise TypeError(
@@ -585,6 +593,17 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
                 "with F.scaled_dot_product_attention"
             )
     return found
+
+
+def _has_encoding(model: nn.Module, path: str) -> bool:
+    """Return whether an attention module already encodes q and k, with its own encoding or that of its backbone."""
+    module = model.get_submodule(path)
+    if any(isinstance(inner, FrequencyModule) for inner in module.modules()):
+        return True
+    names = path.split(".")
+    owners = [model.get_submodule(".".join(names[:i])) for i in range(len(names))]
+    takes_context = getattr(type(module), "takes_context", False)
+    return takes_context and any(owner._modules.get("encoding") is not None for owner in owners)
 
 
 def _describe_missing(model: nn.Module, modules: str | Sequence[str] | None) -> str:

@@ -55,7 +55,9 @@ from .attention import (
     check_causal,
     check_key_norm,
     check_memory,
+    weight_dtype,
 )
+from .attention_adapter import find_adapted_forward
 from .encoding import Encoding, EncodingStack, build_for_layers, explain_misplaced_options
 from .norms import norm_of, takes_norm
 
@@ -86,6 +88,7 @@ class LrpeAttention(Attention):
     after ``timm.layers.set_fused_attn(False)``.
     """
 
+    takes_context = True  # adapt_attention then looks for the encoding of the backbone
     attention: AttentionKind = "softmax"
     normalizer: NormalizerName = "unrotated"
     memory: Memory | None = None
@@ -103,7 +106,7 @@ class LrpeAttention(Attention):
         q, k, v = split_qkv(qkv)
         norm = None
         if takes_norm(encoding, self.attention):
-            norm = norm_of(self.q_norm, self.k_norm, _weight_dtype(self.qkv, qkv))
+            norm = norm_of(self.q_norm, self.k_norm, weight_dtype(self.qkv, qkv.dtype))
         if self.attention == "linear":
             if norm is None:
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -144,12 +147,6 @@ class LrpeAttention(Attention):
             return "attention='softmax'"
         memory = "" if self.memory is None else f", memory={self.memory}"
         return f"attention='linear', normalizer={self.normalizer!r}{memory}"
-
-
-def _weight_dtype(linear: Any, output: Tensor) -> torch.dtype:
-    """Return the dtype of a linear layer's weight, or that of its output if the weight is quantised."""
-    weight = linear.weight  # a method in torch.ao's quantised layers
-    return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else output.dtype
 
 
 def encode(
@@ -571,6 +568,13 @@ def _attentions(model: Any) -> list[list[Any]]:
                 f"model: expected blocks of {', '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got "
                 f"blocks[{i}] of type {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
             )
+        for m in inside:
+            if find_adapted_forward(m) is not None or (type(m) is Attention and "forward" in vars(m)):
+                raise ValueError(
+                    f"model: expected attention layers with the forward method of their class, got blocks[{i}] with a "
+                    "replaced one. After adapt_attention, call restore_attention first; otherwise, remove what "
+                    "replaced it"
+                )
         blocks.append(inside)
     found = [m for inside in blocks for m in inside]
     if len({(m.num_heads, m.head_dim) for m in found}) != 1:

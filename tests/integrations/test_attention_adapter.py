@@ -25,11 +25,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, adapt
 from lrpe_md.integrations import adapt_attention, adapt_rotary, restore_attention, set_positions
 from lrpe_md.testing import budget_violation
 
 pytest.importorskip("timm")
+
+from timm import create_model
+from timm.layers.attention import Attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -635,6 +638,43 @@ def test_models_that_already_rotate(adapted, switch):
         adapt_rotary(model)
     message = r"modules: .* got blocks\.1\.attn, which already rotates q and k\..* adapt_rotary\(model\)"
     with pytest.raises(ValueError, match=message):
+        adapt_attention(model, "rotate", plain.dit_positions)
+    adapt_attention(model, "rotate", plain.dit_positions, modules="blocks.0.attn")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_models_with_an_encoding_of_ours(nested):
+    """Otherwise, q and k would be encoded twice."""
+    vit = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, depth=2, num_heads=2)
+    adapt(vit, "rotate")
+    model, prefix = (torch.nn.Sequential(vit), "0.") if nested else (vit, "")
+    for name in ("encoding", "positions"):
+        message = rf"modules: expected attention modules without an encoding, got {prefix}blocks\.0\.attn, which"
+        with pytest.raises(ValueError, match=message):
+            adapt_attention(model, "rotate", Grid((2, 2), prefix=1), name=name)
+    adapt(vit, "none")
+    adapt_attention(model, "rotate", Grid((2, 2), prefix=1), name="positions")
+    with pytest.raises(ValueError, match=r"forward method of their class, got blocks\[0\] .* restore_attention first"):
+        adapt(vit, "rotate")
+    restore_attention(model)
+    adapt(vit, "rotate")
+
+
+def test_attentions_with_a_replaced_forward():
+    """timm's blocks would call it, and the encoding would have no effect."""
+    vit, _, _ = timm_vit()
+    attention = vit.blocks[1].attn
+    attention.forward = lambda x, **unused: Attention.forward(attention, x)
+    with pytest.raises(ValueError, match=r"forward method of their class, got blocks\[1\]"):
+        adapt(vit, "rotate")
+    del attention.forward
+    adapt(vit, "rotate")
+
+
+def test_attentions_that_hold_an_encoding():
+    model = plain.Dit()
+    model.blocks[1].attn.rotate = RotateMd(8, num_axes=2)
+    with pytest.raises(ValueError, match=r"modules: .* got blocks\.1\.attn, which already encodes q and k"):
         adapt_attention(model, "rotate", plain.dit_positions)
     adapt_attention(model, "rotate", plain.dit_positions, modules="blocks.0.attn")
 

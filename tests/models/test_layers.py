@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 timm = pytest.importorskip("timm")
 
 from lrpe_md.models.dit import DiT  # noqa: E402
+from lrpe_md.models.text import TextEncoder, tokenize  # noqa: E402
 from lrpe_md.models.video import LrpeVideoTransformer  # noqa: E402
 from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224  # noqa: E402
 from timm.models.vision_transformer import ParallelThingsBlock  # noqa: E402
@@ -452,3 +453,64 @@ def test_a_stream_on_a_gpu(memory):
         tokens, state = model.stream(piece, state)
         found.append(tokens)
     torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-3, atol=1e-3)
+
+
+# --- layers inside wrappers, such as LoRA ----------------------------------------------------------------------------
+
+
+class Wrapper(nn.Module):
+    """A layer plus a change to its output, without the attribute ``weight``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.change = layer, nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.change
+
+
+def wrap_layers(model: nn.Module) -> nn.Module:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+                setattr(module, name, Wrapper(child))
+    return model
+
+
+WRAPPED = {
+    "image": (lambda: vit(qk_norm=True), (torch.randn(2, 3, 8, 12),)),
+    "linear attention": (lambda: vit(encoding="cosine", attention="linear"), (torch.randn(2, 3, 8, 12),)),
+    "video": (lambda: video(encoding="rotate"), (torch.randn(2, 3, 4, 8, 12),)),
+    "diffusion": (
+        lambda: randomize(
+            DiT(**SMALL, patch_size=4, encoding="rotate", text_encoder=TextEncoder(16, depth=1, num_heads=2))
+        ),
+        (torch.randn(2, 3, 8, 12), torch.rand(2), tokenize(["a cat", "two dogs"])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_layers(name):
+    build, inputs = WRAPPED[name]
+    model = build()
+    inputs = [x.double() if x.is_floating_point() else x for x in inputs]
+    with torch.no_grad():
+        expected = model(*inputs)
+        wrapped = wrap_layers(model)
+        torch.testing.assert_close(wrapped(*inputs), expected, rtol=1e-10, atol=1e-10)
+    wrapped(*inputs).square().sum().backward()
+    changes = [p.grad for n, p in wrapped.named_parameters() if n.endswith("change")]
+    assert all(grad is not None for grad in changes)  # every wrapper runs
+
+
+@pytest.mark.parametrize("encoding", ["rotate", "cosine"])
+def test_adapting_a_model_before_and_after_its_layers_are_wrapped(encoding):
+    plain = randomize(timm.create_model("vit_tiny_patch16_224", **IMAGE, qk_norm=True))
+    x = torch.randn(2, 3, 8, 8).double()
+    before = wrap_layers(adapt(copy.deepcopy(plain), encoding))
+    after = adapt(wrap_layers(copy.deepcopy(plain)), encoding)
+    with torch.no_grad():
+        expected = adapt(plain, encoding)(x)
+        for model in (before, after):
+            torch.testing.assert_close(model(x), expected, rtol=0, atol=0)

@@ -36,7 +36,7 @@ from PIL import Image
 from torch import nn
 from train_commands import die_after, flags, output_of, with_options
 
-from lrpe_md import CosineMd, Grid, adapt
+from lrpe_md import CosineMd, Grid
 
 SMALL = {
     "steps": 24, "batch": 16, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 4, "save_every": 8,
@@ -271,7 +271,7 @@ def test_images_that_are_not_square(tmp_path, stream):
     larger = {**options, "size": "16x24", "weights": str(config.out), "reference": "8x12", "test_sizes": ""}
     fine = train_image.run(ImageTraining(data=tmp_path / "data", out=tmp_path / "fine", stream=stream, **larger))
     assert (fine["size"], fine["reference"], fine["weights"]) == ("16x24", "8x12", str(config.out))
-    assert fine["export"][2:] == ["model.reference = (2, 3)"]
+    assert fine["export"][4:] == ["model.reference = (2, 3)"]
     assert load_run(tmp_path / "fine").reference == (2, 3)
 
 
@@ -307,7 +307,7 @@ def test_training_learns_the_classes(data, tmp_path, capsys):
     assert (result["size"], result["reference"], result["weights"]) == ("8", "", "")
     adapted = {"encoding_kwargs": {"base": 100}, "attention": "linear", "normalizer": "none"}
     assert (
-        result["export"][1] == f"model = adapt(model, 'rotate', {', '.join(f'{k}={v!r}' for k, v in adapted.items())})"
+        result["export"][3] == f"model = adapt(model, 'rotate', {', '.join(f'{k}={v!r}' for k, v in adapted.items())})"
     )
     accuracy = result["accuracy"]
     assert list(accuracy["extrapolated"]) == list(accuracy["rescaled"]) == ["8x8", "12x12", "8x12"]
@@ -491,7 +491,7 @@ def test_lines_in_the_result_build_the_same_model_with_timm(attention, data, tmp
             assert not lines
             continue
         model.load_state_dict(random_weights(model))
-        names = {"timm": timm, "adapt": adapt}
+        names: dict = {}
         exec("\n".join(lines), names)
         names["model"].load_state_dict(model.state_dict())
         x = torch.randn(2, 1, 64, 32)
@@ -506,7 +506,7 @@ def test_exported_models_state_the_preprocessing_of_the_run(size, tmp_path):
     arguments = {
         "model": "deit_tiny_patch16_224", "img_size": size, "in_chans": 3, "num_classes": 2, "encoding": "rotate",
     }  # fmt: skip
-    names: dict = {"timm": timm, "adapt": adapt}
+    names: dict = {}
     exec("\n".join(train_image.list_export_lines(arguments)), names)
     config = timm.data.resolve_model_data_config(names["model"])
     found = timm.data.create_transform(**config)(Image.open(tmp_path / "0.png"))

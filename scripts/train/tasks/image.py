@@ -283,6 +283,8 @@ def list_export_lines(arguments: dict[str, Any], *, keep_table: bool = False) ->
         "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bicubic",
     }  # fmt: skip
     lines = [
+        "import timm",
+        "from lrpe_md import adapt",
         f"model = timm.create_model({name!r}, {', '.join(f'{each}={value!r}' for each, value in given.items())})",
         f"model = adapt(model, {encoding!r}{''.join(f', {each}={value!r}' for each, value in adapted.items())})",
     ]
