@@ -57,21 +57,21 @@ def run_encoding(
         call = validate(options, xs, omega, positions, phase, amplitude, weights)
         if key is not None:
             call = call._replace(launches=cache_call(key, Call(call.spec, call.layout, NO_TABLES, {})).launches)
+        constants = ENCODE.list_constants(call)
     elif caller_tables is not None:
-        call = Call(
-            cached_call.spec, cached_call.layout, NO_TABLES, cached_call.launches, weights, caller_tables.cos_sin
-        )
+        tables, cos_sin, constants = NO_TABLES, caller_tables.cos_sin, ()
+        call = Call(cached_call.spec, cached_call.layout, tables, cached_call.launches, weights, cos_sin)
     else:
         grid: Any = positions
-        tables = Tables(omega, phase, None, grid.origin, None, None, amplitude)
+        constants = origin, _ = grid.origin, amplitude
+        tables = Tables(omega, phase, None, origin, None, None, amplitude)
         call = Call(cached_call.spec, cached_call.layout, tables, cached_call.launches, weights)
     if target is None and call.tables.phase is phase and (phase is None or phase.ndim == 2):
         impl = options.impl
         if direct and (impl == "reference" or (impl == "auto" and not xs[0].is_cuda)):
             ys = ENCODE.run_reference(call, xs)
         else:  # same as ENCODE.run
-            tables = call.tables
-            learned, constants = (tables.omega, phase, *weights, *call.cos_sin[:2]), tables[2:]
+            learned = ENCODE.list_learned(call, xs)
             ys = ENCODE.run_parts(call, xs, learned, constants, impl, direct, is_transforming())
     elif target is None:
         ys = run_call(call, xs, phase, options.impl, direct)
@@ -97,7 +97,10 @@ def _call_key(
     positions other than a Grid or tables, and for arguments from which validation creates tensors.
     """
     has_tables = type(positions) is CallerTables
-    direct = is_direct((*xs, *positions.cos_sin[:2], *weights) if has_tables else (*xs, omega, phase, *weights))
+    tensors = (*xs, *positions.cos_sin[:2]) if has_tables else (*xs, omega, phase)
+    if weights is not NO_WEIGHTS:
+        tensors += weights
+    direct = is_direct(tensors)
     if not direct or not 1 <= len(xs) <= 2 or xs[0] is None or xs[-1] is None:
         return direct, None
     for option in options:
@@ -105,11 +108,11 @@ def _call_key(
         if not (option is None or kind is str or kind is int or kind is NormOptions):  # because 1.0 and True equal 1
             return direct, None
     if has_tables:
-        (cos, sin, inverse), prefix = positions
-        sizes = None if cos is None else make_key((prefix, inverse), (*xs, cos, sin, *weights))
+        (cos, _, inverse), prefix = positions
+        sizes = None if cos is None else make_key((prefix, inverse), tensors)
     else:
         can_cache = omega is not None and type(positions) is Grid and (amplitude is None or is_laid_out(amplitude))
-        sizes = make_key(positions, (*xs, omega, phase, amplitude, *weights)) if can_cache else None
+        sizes = make_key(positions, (*tensors, amplitude)) if can_cache else None
     return direct, None if sizes is None else (options, len(xs), *sizes)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ..core.call import Call, CosSin, Layout, Needs, Spec, Tables, Weights
+from ..core.call import NO_WEIGHTS, Call, CosSin, Layout, Needs, Spec, Tables, Weights
 from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 from ..core.operator import Operator, Part
 from ..inductor.private import enable_recording
@@ -29,7 +29,7 @@ def run_in_place(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tenso
 
 
 class Encode(Operator):
-    """Operator of encodings. Its learned tensors are omega, phase, the norm's weights and the caller's tables.
+    """Operator of encodings. Its learned tensors are omega, phase, the caller's tables and the norm's weights.
 
     For softmax over the sequence, the forward pass saves the maximum and the sum (2, B, H, D).
     """
@@ -53,7 +53,10 @@ class Encode(Operator):
         return (list(inputs),)
 
     def list_learned(self, call: Call, inputs: Xs) -> tuple[Tensor | None, ...]:
-        return call.tables.omega, call.tables.phase, *call.weights, *call.cos_sin[:2]
+        cos, sin, _ = call.cos_sin
+        if call.weights is not NO_WEIGHTS:
+            return call.tables.omega, call.tables.phase, cos, sin, *call.weights
+        return (call.tables.omega, call.tables.phase) if cos is None else (None, None, cos, sin)
 
     def list_constants(self, call: Call) -> tuple[Tensor | None, ...]:
         return call.tables[2:]
@@ -61,7 +64,7 @@ class Encode(Operator):
     def replace(
         self, call: Call, inputs: Xs, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
     ) -> tuple[Call, Xs]:
-        omega, phase, *weights, cos, sin = learned
+        omega, phase, cos, sin, *weights = (*learned, *[None] * 6)[:8]
         tables = call.tables._replace(omega=omega, phase=phase)
         cos_sin = call.cos_sin._replace(cos=cos, sin=sin)
         return call._replace(tables=tables, weights=Weights(*weights), cos_sin=cos_sin), tuple(rows)
@@ -70,10 +73,11 @@ class Encode(Operator):
         return rows
 
     def read_needs(self, needs_gradients: Sequence[bool]) -> Needs:
-        return Needs(needs_gradients[0], needs_gradients[1], any(needs_gradients[2:6]), any(needs_gradients[6:]))
+        return Needs(needs_gradients[0], needs_gradients[1], any(needs_gradients[4:]), any(needs_gradients[2:4]))
 
     def list_needs(self, needs: Needs, call: Call, inputs: Xs) -> tuple[bool, ...]:
-        return needs.omega, needs.phase, *(needs.norm,) * len(call.weights), needs.tables, needs.tables
+        all_needs = needs.omega, needs.phase, needs.tables, needs.tables, *(needs.norm,) * len(call.weights)
+        return all_needs[: len(self.list_learned(call, inputs))]
 
     def run_reference(self, call: Call, inputs: Xs) -> tuple[Tensor, ...]:
         spec, tables, layout = call.spec, call.tables, call.layout
@@ -119,7 +123,8 @@ class Encode(Operator):
         if not needs.tables:
             return super().launch_backward(call, grads, inputs, saved, needs, outs)
         gradients = super().launch_backward(call, grads, inputs, saved, needs._replace(tables=False), outs)
-        return gradients + self._differentiate_tables(call, grads, inputs)
+        num_rows = len(grads)
+        return [*gradients[:num_rows], *self._differentiate_tables(call, grads, inputs), *gradients[num_rows:]]
 
     def _differentiate_tables(self, call: Call, grads: Sequence[Tensor], xs: Xs) -> list[Tensor]:
         """Compute the gradients of cos and sin with the reference, because the kernels don't compute them."""
