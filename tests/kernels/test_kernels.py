@@ -394,6 +394,15 @@ def test_repeated_calls_with_frequencies_reuse_the_launch(monkeypatch, map, chan
     _check_repeat(monkeypatch, map, tensors, changed, fits)
 
 
+def test_copies_with_other_strides_are_not_repeated():
+    """A negative view is copied before the launch, and its copy is dense."""
+    omega, positions = torch.rand(1, 4, 2), Grid((4, 5))
+    x = torch.randn(2, 3, 40, 8)[:, :, ::2]
+    for t in (torch._neg_view(x), x):
+        found, expected = (rotate(t, omega=omega, positions=positions, impl=impl) for impl in ("triton", "reference"))
+        torch.testing.assert_close(found, expected)
+
+
 def _check_repeat(monkeypatch, map, tensors, changed, fits):
     def encode(impl, x, cos=None, sin=None, omega=None):
         where = {"tables": (cos, sin)} if omega is None else {"omega": omega, "positions": Grid((4, 5))}

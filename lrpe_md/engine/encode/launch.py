@@ -73,8 +73,7 @@ def forward(
         launch = _recall_forward(call, xs)
         if launch is not None:
             return run_launch(launch, call, Rows(xs, [], []), xs[0].dtype)[0]
-    given_xs, dtype = xs, xs[0].dtype
-    xs = [materialise(x) for x in xs]
+    xs, dtype = [materialise(x) for x in xs], xs[0].dtype
     readable_call = use_affine_if_large(make_readable(call), dtype, _NO_NEEDS)
     stats = []
     with current_device(xs[0]):
@@ -86,7 +85,7 @@ def forward(
         launch = find_launch(readable_call, rows, dtype)
         ys, _ = run_launch(launch, readable_call, rows, dtype)
     if readable_call is call and not outs:
-        _remember_forward(call, given_xs, launch)
+        _remember_forward(call, xs, launch)
     return [*ys, *stats]
 
 
