@@ -25,6 +25,7 @@ MAPS = ("rotate", "cosine")
 NO_ORDER = "no order"  # for schemes with a single axis, one direction per channel, or a fixed layout
 AXES = {1: ("N",), 2: ("H", "W"), 3: ("T", "H", "W"), 4: ("T", "H", "W", "L")}
 SHAPES = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
+CHUNK = 1 << 16  # tokens whose angles are in memory at once
 
 
 # --- subjects --------------------------------------------------------------------------------------------------------
@@ -66,14 +67,32 @@ class Subject:
         """Base of the frequency series, or None if there is none."""
         return next((each.base for each in self.frequencies.values()), None)
 
-    def omega(self, map: str, order: str) -> Tensor:
-        """Build omega (H or 1, C, K), where C is D for cosine and D/2 for rotate."""
-        if not self.frequencies:
-            return self.preset.omega
+    @property
+    def rotated_channels(self) -> int:
+        """Number of channels of a head that the map uses."""
         part = self.preset.rotary_dim
-        width = self.preset.head_dim if part is None else part.stop - part.start
-        channels = width if map == "cosine" else width // 2
-        return self.frequencies[order].build(channels, self.preset.num_heads, self.seed)[0].double()
+        return self.preset.head_dim if part is None else part.stop - part.start
+
+    def build(self, map: str, order: str) -> tuple[Tensor, float | Tensor]:
+        """Build omega (H or 1, C, K) and the amplitude, a number or (C,).
+
+        C is the number of rotated channels for cosine, and half of it for rotate.
+        """
+        if not self.frequencies:
+            return self.preset.omega, self.preset.amplitude
+        channels = self.rotated_channels // (1 if map == "cosine" else 2)
+        omega, amplitude = self.frequencies[order].build(channels, self.preset.num_heads, self.seed)
+        return omega.double(), amplitude
+
+    def omega(self, map: str, order: str) -> Tensor:
+        return self.build(map, order)[0]
+
+    def similarity(self, layout: TokenLayout, variant: tuple[str, str], head: int, token: int) -> Tensor:
+        """Return the :func:`similarity` (N,) to the token with this index, for a variant and a head."""
+        omega, amplitude = self.build(*variant)
+        # In the rotate map, a pair counts as one channel of omega.
+        rest = (self.preset.head_dim - self.rotated_channels) / (1 if variant[0] == "cosine" else 2)
+        return similarity(layout, of_head(omega, head), token, amplitude, rest)
 
 
 def published(
@@ -236,9 +255,9 @@ def of_head(omega: Tensor, head: int) -> Tensor:
     return omega[head if omega.shape[0] > 1 else 0]
 
 
-def token_angles(layout: TokenLayout, omega: Tensor) -> Tensor:
+def token_angles(layout: TokenLayout, omega: Tensor, tokens: slice = slice(None)) -> Tensor:
     """Compute Θ (N, C) in radians from omega (C, K), ignoring learned phases."""
-    return reference.angles(layout.coords, omega[None], rotated=layout.rotated)[0]
+    return reference.angles(layout.coords[tokens], omega[None], rotated=layout.rotated[tokens])[0]
 
 
 def wrap(theta: Tensor) -> Tensor:
@@ -246,17 +265,30 @@ def wrap(theta: Tensor) -> Tensor:
     return torch.remainder(theta + math.pi, 2 * math.pi) - math.pi
 
 
-def similarity(theta: Tensor, token: int) -> Tensor:
-    """Return the mean (N,) of cos(Θ_i − Θ_token) over the channels, from angles (N, C).
+def similarity(
+    layout: TokenLayout, omega: Tensor, token: int, amplitude: float | Tensor = 1.0, unrotated: float = 0.0
+) -> Tensor:
+    """Return the q·k (N,) of all tokens with one token, divided by the q·k of this token with itself.
 
-    This is the expected q·k, relative to q·k at equal positions, under assumptions that depend on the map:
+    Each channel of omega (C, K) contributes cos(Θ_i − Θ_token), multiplied by the amplitudes of both tokens. Each
+    unrotated channel contributes 1. Without them, and with an amplitude of 1, this is the mean of the cosines.
+
+    This is the expected q·k under assumptions that depend on the map:
 
     - rotate: q and k have the same content, which contributes equally to all pairs on average (Men et al., arXiv
       2405.14591, theorem 1; RoPE's decay, arXiv 2104.09864, section 3.4.3).
     - cosine: each channel has the weight x̄_q x̄_k, which is never negative if x̄ ≥ 0. This also holds for tokens with
       different content, if all channels have similar averages (arXiv 2307.09270, arXiv 2509.10534).
     """
-    return (theta - theta[token]).cos().mean(-1)
+    gain = torch.as_tensor(amplitude, dtype=torch.float64).expand(omega.shape[:1])
+    own = gain if layout.rotated[token] else torch.ones_like(gain)
+    here = token_angles(layout, omega, slice(token, token + 1))
+    scores = []
+    for first in range(0, len(layout.coords), CHUNK):
+        tokens = slice(first, first + CHUNK)
+        weight = torch.where(layout.rotated[tokens, None], gain, 1.0) * own
+        scores.append((weight * (token_angles(layout, omega, tokens) - here).cos()).sum(-1) + unrotated)
+    return torch.cat(scores) / (own.square().sum() + unrotated)
 
 
 def wavelengths(layout: TokenLayout, omega: Tensor) -> tuple[Tensor, Tensor]:

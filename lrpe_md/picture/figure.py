@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ class View:
         token: grid coordinates of the marked token.
         head: head to draw.
         channels, frames: channels and frames to draw as angle maps.
-        reference: size to which positions are rescaled, for all axes or per axis. None means no rescaling.
+        options: options of the positions, such as ``reference`` and ``fps``, for the title.
     """
 
     subject: Subject
@@ -82,7 +83,7 @@ class View:
     head: int
     channels: list[int]
     frames: list[int]
-    reference: int | Sequence[int | None] | None = None
+    options: Mapping[str, Any]
 
     @property
     def default_variant(self) -> tuple[str, str]:
@@ -92,11 +93,12 @@ class View:
         """Return omega (C, K) of the selected head."""
         return data.of_head(self.subject.omega(*variant), self.head)
 
+    @cached_property
     def scores(self) -> list[tuple[list[tuple[str, str]], Tensor]]:
-        """Return the similarity (N,) to the token for each variant. Axis orders with equal values share an entry."""
+        """Similarity (N,) to the token for each variant. Axis orders with equal values share an entry."""
         found: list[tuple[list[tuple[str, str]], Tensor]] = []
         for variant in self.subject.variants:
-            score = data.similarity(data.token_angles(self.layout, self.omega(variant)), self.layout.index(self.token))
+            score = self.subject.similarity(self.layout, variant, self.head, self.layout.index(self.token))
             same = [names for names, other in found if names[0][0] == variant[0] and (score - other).abs().max() < 1e-3]
             same[0].append(variant) if same else found.append(([variant], score))
         return found
@@ -110,7 +112,7 @@ def make_view(
     *,
     channels: Sequence[int] = (),
     maps: int = 4,
-    reference: int | Sequence[int | None] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> View:
     """Select what to draw. By default, this is the centre of the grid as the marked token, and ``maps`` channels.
 
@@ -125,7 +127,7 @@ def make_view(
             f"shape: expected a grid on which {subject.preset.name} rotates at least one channel, got "
             f"{'x'.join(map(str, layout.shape))}"
         )
-    return View(subject, layout, token, head, shown, data.choose_frames(layout, token), reference)
+    return View(subject, layout, token, head, shown, data.choose_frames(layout, token), options or {})
 
 
 def lowest_similarity(views: Sequence[View], variants: int | None = None) -> float:
@@ -133,7 +135,7 @@ def lowest_similarity(views: Sequence[View], variants: int | None = None) -> flo
 
     The upper end is 1.
     """
-    lowest = min(float(score.min()) for view in views for _, score in view.scores()[:variants])
+    lowest = min(float(score.min()) for view in views for _, score in view.scores[:variants])
     return min(math.floor(lowest * 10) / 10, 0.9)
 
 
@@ -160,7 +162,7 @@ def draw_comparison(views: Sequence[View]) -> Figure:
         axes = figure.subplots(len(views), columns, squeeze=False, width_ratios=(1.3, 1, 1)[:columns])
         image, pictures = None, []
         for view, (where, *slices, _) in zip(views, axes, strict=True):
-            names, score = view.scores()[0]
+            names, score = view.scores[0]
             if len(view.layout.shape) == 1:
                 _similarity_lines(where, view, lowest, variants=1)
             else:
@@ -182,7 +184,7 @@ def draw_comparison(views: Sequence[View]) -> Figure:
 
 def _draw_grid(view: View, lowest: float) -> Figure:
     """Draw angle maps, then similarity, then slices and wavelengths, in fewer columns if there are several frames."""
-    layout, scores = view.layout, view.scores()
+    layout, scores = view.layout, view.scores
     columns = 4 if len(view.frames) == 1 else 2
     shown = data.arrange_frames(layout, scores[0][1], view.frames).image.shape
     panel = min(max((WIDTH / columns - 0.6) * shown[0] / shown[1], 0.5), 4.0) + 0.5
@@ -193,10 +195,10 @@ def _draw_grid(view: View, lowest: float) -> Figure:
     rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
     left, right = rows[1].subfigures(1, 2) if beside else rows[1:]
 
-    theta, image = data.token_angles(layout, view.omega(view.default_variant)), None
+    theta, image = data.token_angles(layout, view.omega(view.default_variant)[view.channels]), None
     panels = _panels(rows[0], map_rows, columns)
-    for axis, channel in zip(panels, view.channels, strict=False):
-        image = _picture(axis, view, data.wrap(theta[:, channel]), **ANGLES)
+    for axis, channel, angles in zip(panels, view.channels, theta.T, strict=False):
+        image = _picture(axis, view, data.wrap(angles), **ANGLES)
         axis.set_title(_channel_name(view, channel))
     _angle_bar(rows[0], image, panels)
     _blank(panels[len(view.channels) :])
@@ -221,7 +223,7 @@ def _draw_sequence(view: View, lowest: float) -> Figure:
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     angle, score, wave = figure.subplots(1, 3, width_ratios=(1.25, 1, 0.9))
     omega = view.omega(view.default_variant)
-    rows = data.wrap(data.token_angles(layout, omega)[:, view.channels]).T
+    rows = data.wrap(data.token_angles(layout, omega[view.channels])).T
     before = layout.text + data.GAP if layout.text else 0
     gap = torch.full((len(rows), before - layout.text), math.nan, dtype=rows.dtype)
     rows = torch.cat([rows[:, : layout.text], gap, rows[:, layout.text :]], 1)
@@ -250,7 +252,7 @@ def _similarity_lines(axis: Any, view: View, lowest: float, variants: int = len(
     """Plot the similarity over a sequence, with the text on the left. The first variant is the scheme's own."""
     layout = view.layout
     before = layout.text + data.GAP if layout.text else 0
-    for (names, values), (colour, line, width) in zip(view.scores()[:variants], SEQUENCE_LINES, strict=False):
+    for (names, values), (colour, line, width) in zip(view.scores[:variants], SEQUENCE_LINES, strict=False):
         one: Any = {"ls": line, "lw": width, "color": OKABE_ITO[colour]}
         axis.plot(range(layout.shape[0]), values[layout.text :].tolist(), label=_variant_name(view, names), **one)
         axis.plot(range(-before, -before + layout.text), values[: layout.text].tolist(), marker=".", **one)
@@ -412,12 +414,18 @@ def _head_and_foot(figure: Figure, view: View) -> None:
 
 def _conditions(view: View) -> list[str]:
     """Return the parts of a title that state the grid, the text, the head, and what the scheme leaves open."""
-    made, layout = view.subject.preset, view.layout
+    made, layout, width = view.subject.preset, view.layout, view.subject.rotated_channels
     parts = [("grid " if len(layout.shape) > 1 else "tokens ") + "×".join(map(str, layout.shape))]
-    if view.reference is not None:
-        sizes = [view.reference] * made.num_axes if isinstance(view.reference, int) else view.reference
-        parts += ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)]
+    for name, value in view.options.items():
+        if value is None:
+            continue
+        if name != "reference":
+            parts.append(f"{name} {value}")
+        else:
+            sizes = [value] * made.num_axes if isinstance(value, int) else value
+            parts.append("positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes))
     parts += [f"{layout.text} text token{'s' * (layout.text > 1)}"] if layout.text else []
+    parts += [f"{width} of {made.head_dim} channels rotated"] if width < made.head_dim else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase set to 0"] if made.scheme.phase else []
     return parts + (["frequencies before training"] if made.scheme.learned and view.subject.frequencies else [])
@@ -457,6 +465,7 @@ def _channel_name(view: View, channel: int) -> str:
 def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
     mapping, order = names[0]
     orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
-    is_published = any(view.subject.preset.scheme is scheme for scheme in SCHEMES.values())
+    own = view.subject.preset.scheme
+    is_published = any(own is scheme for scheme in SCHEMES.values()) and view.subject.base == own.frequencies.base
     mine = "published" if is_published and view.subject.frequencies else "as defined"
     return f"{mapping}{orders}" + (f" ({mine})" if view.default_variant in names else "")

@@ -14,7 +14,7 @@ from ..checks import check_at_least
 from ..modules.base import FrequencyModule
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
-from ..presets.scheme import Dense, Preset, Scheme, Tokens
+from ..presets.scheme import Dense, Preset, Scheme, Tokens, rotated_part
 from . import data
 
 __all__ = ["show"]
@@ -84,6 +84,8 @@ def show(
         raise ImportError("show: needs matplotlib; run pip install 'lrpe-md[plots]'") from error
     check_at_least(1, maps=maps)
     check_at_least(0, text=text)
+    if not isinstance(channels, Sequence):
+        raise TypeError(f"channels: expected a list of integers, such as [0, 8], got {channels!r}")
 
     def view(scheme: Any, title: str | None = None) -> Any:
         subject = _prepare(scheme, head_dim, num_heads)
@@ -106,8 +108,7 @@ def show(
         marked = layout.centre if token is None else _check_token(token, layout)
         for channel in channels:
             _check_index("channels", channel, made.omega.shape[1])
-        shown: Any = {"channels": channels, "maps": maps, "reference": options.get("reference")}
-        return make_view(subject, layout, marked, head, **shown)
+        return make_view(subject, layout, marked, head, channels=channels, maps=maps, options=options)
 
     scheme = _find_encoding(scheme)
     if isinstance(scheme, (list, tuple, dict)):
@@ -165,8 +166,8 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
         raise TypeError(
             "scheme: expected a name, a Scheme, a Preset, a module such as RotateMd, a model that stores it as "
-            f"model.encoding, or omega (H or 1, C, K), got {type(scheme).__name__}; for a model with its own RoPE, "
-            "pass the name of its preset or its frequencies"
+            f"model.encoding, or a tensor omega (H or 1, C, K), got {type(scheme).__name__}; for a model with its own "
+            "RoPE, pass the name of its preset or its frequencies"
         )
     if head_dim is not None or num_heads is not None:
         raise ValueError(
@@ -182,12 +183,15 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
             f"{omega.dtype} {tuple(omega.shape)} on {omega.device}"
         )
     omega = omega.detach().double().cpu()
+    gain = getattr(scheme, "amplitude", None)
+    amplitude = 1.0 if gain is None else gain.detach().double().cpu()[0]
     own = getattr(scheme, "preset", None)
     if isinstance(own, Preset):
-        return data.Subject(replace(own, omega=omega), {}, 0)
+        return data.Subject(replace(own, omega=omega, amplitude=amplitude), {}, 0)
     frequencies = Dense(omega.shape[2], lambda *_: omega, 1.0)
-    name, form = "omega", Scheme("omega", 2 * omega.shape[1], frequencies, tokens=Tokens(0, "skip"))
+    name, form, part = "omega", Scheme("omega", 2 * omega.shape[1], frequencies, tokens=Tokens(0, "skip")), None
     if isinstance(scheme, FrequencyModule):
         fields: Any = {"map": scheme.map} | ({"pairs": scheme.pairs} if scheme.map == "rotate" else {})
         name, form = type(scheme).__name__, replace(form, head_dim=scheme.head_dim, **fields)
-    return data.Subject(Preset(name, form, form.head_dim, omega.shape[0], omega, 1.0, None), {}, 0)
+        part = rotated_part(form, form.head_dim, scheme.rotary_dim)
+    return data.Subject(Preset(name, form, form.head_dim, omega.shape[0], omega, amplitude, None, part), {}, 0)

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from lrpe_md import list_presets, preset
-from lrpe_md.picture.data import TokenLayout, default_shape, lay_out_tokens, of_head, similarity, token_angles
+from lrpe_md.picture.data import Subject, TokenLayout, default_shape, lay_out_tokens
 from lrpe_md.presets.registry import find_scheme
 from lrpe_md.presets.scheme import Preset, Scheme
 
@@ -41,8 +41,10 @@ def over_grid(made: Preset) -> Similarity:
     layout = lay_out_tokens(made.positions, default_shape(made), row_major=made.scheme.row_major)
     token = choose_token(layout)
 
+    subject = Subject(made, {}, 0)
+
     def of(head: int) -> torch.Tensor:
-        scores = similarity(token_angles(layout, of_head(made.omega, head)), layout.index(token)).reshape(layout.shape)
+        scores = subject.similarity(layout, subject.variants[0], head, layout.index(token)).reshape(layout.shape)
         return scores[token[0]] if scores.ndim == 3 else scores
 
     heads = made.omega.shape[0]

@@ -126,7 +126,7 @@ def build_view(
         if not 0 <= channel < number:
             raise typer.BadParameter(f"--channel of {made.name}: expected 0 to {number - 1}, got {channel}")
     with _name_option("--shape"):
-        return make_view(subject, layout, chosen, head, channels=channels, maps=maps, **options)
+        return make_view(subject, layout, chosen, head, channels=channels, maps=maps, options=options)
 
 
 def custom(
@@ -244,7 +244,8 @@ def main(
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
     if compare and len(views) < 2:
         raise typer.BadParameter(
-            "--compare: expected several presets, got one; pass --preset for each, or leave it out"
+            "--compare: expected several presets, got one; pass --preset for each, or leave it out. To compare other "
+            "encodings, such as several bases, pass a dict to lrpe_md.show in Python"
         )
     _make_folder(out)
     if compare:

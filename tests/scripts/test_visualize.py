@@ -64,7 +64,7 @@ def test_each_preset_has_a_figure_with_named_axes(name: str):
     if len(view.layout.shape) > 1:
         assert sum(t.startswith(("pair ", "channel ")) for t in titled) == len(view.channels)
         drawn = sum(t.startswith(("rotate", "cosine")) for t in titled)
-        assert drawn == len(view.scores()) >= 2
+        assert drawn == len(view.scores) >= 2
         bars = {axis.get_ylabel() for part in parts for axis in part.axes if axis.get_label() == "<colorbar>"}
         assert bars == {"angle Θ, rad", "similarity"}
     assert name in figure.get_suptitle().replace(r"\_", "_")
@@ -221,7 +221,7 @@ def test_distances_in_slices_do_not_overlap():
 def test_a_model_is_drawn_with_its_encoding():
     encoding = lrpe_md.RotateMd(16, 2)
     model = torch.nn.Module()
-    with pytest.raises(TypeError, match=r"model.encoding, or omega .*, got Module; .* own RoPE, pass the name of its"):
+    with pytest.raises(TypeError, match=r"model.encoding, or a tensor omega .*, got Module; .* own RoPE, pass"):
         lrpe_md.show(model)
     model.encoding = encoding
     assert lrpe_md.show(model, (4, 6)).get_suptitle() == lrpe_md.show(encoding, (4, 6)).get_suptitle()
@@ -277,6 +277,7 @@ def test_show_takes_the_options_of_the_command():
         ({"token": (4, 0)}, ValueError, r"token: expected coordinates on the grid \(4, 6\)"),
         ({"token": "1x4"}, TypeError, r"token: expected grid coordinates, such as \(2, 3\), got '1x4'"),
         ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32"),
+        ({"channels": 3}, TypeError, r"channels: expected a list of integers, such as \[0, 8\], got 3"),
         ({"maps": 0}, ValueError, "maps: expected a positive integer, got 0"),
         ({"text": -1}, ValueError, "text: expected a non-negative integer, got -1"),
     )
@@ -348,28 +349,69 @@ def test_ticks_are_whole_and_on_the_grid():
     ("name", "text"), [(n, text) for n in list_presets() for text in (0, 3) if not text or SCHEMES[n].tokens]
 )
 def test_similarity_matches_encoded_tokens(name: str, text: int):
-    """Encode equal content in all pairs with the library, and compare q·k."""
+    """Encode equal content in all channels with the library, and compare q·k."""
     view = tiny(name, text=text)
     made, layout = view.subject.preset, view.layout
     positions = made.positions(*([text] if text else []), layout.shape)
-    x = torch.zeros(1, made.omega.shape[0], positions.num_tokens, made.head_dim, dtype=torch.float64)
-    part = made.rotary_dim or slice(0, made.head_dim)
-    x[..., part] = 1
-    if made.scheme.map == "cosine":
-        y = cosine(x, omega=made.omega, positions=positions)
-    else:
-        y = rotate(x, omega=made.omega, positions=positions, pairs=made.pairs, rotary_dim=made.rotary_dim)
+    x = torch.ones(1, made.omega.shape[0], positions.num_tokens, made.head_dim, dtype=torch.float64)
+    encode = {"cosine": cosine, "rotate": rotate}[made.scheme.map]
+    y = encode(x, omega=made.omega, positions=positions, **made.options)
     for head in range(made.omega.shape[0]):
         here = replace(view, head=head)
-        score = here.scores()[0][1]
+        score = here.scores[0][1]
         # Tokens in blocks of 2×2 have a different order, so compare sorted values.
-        theta = data.token_angles(layout, here.omega(view.default_variant))
-        all_scores = torch.stack([data.similarity(theta, i) for i in range(text, positions.num_tokens)])
-        wanted = (y[0, head] @ y[0, head].T)[text:] / (part.stop - part.start)
+        subject, variant = here.subject, here.default_variant
+        numbers = range(text, positions.num_tokens)
+        all_scores = torch.stack([subject.similarity(layout, variant, head, i) for i in numbers])
+        products = y[0, head] @ y[0, head].T
+        wanted = (products / products.diagonal()[:, None])[text:]
         if made.scheme.row_major:
             torch.testing.assert_close(all_scores, wanted, rtol=0, atol=1e-12)
             torch.testing.assert_close(score, wanted[layout.index(view.token) - text], rtol=0, atol=1e-12)
         torch.testing.assert_close(all_scores.flatten().sort()[0], wanted.flatten().sort()[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "amplitude"), [
+    ("rotate", None), ("rotate", 1.5), ("rotate", torch.tensor([0.5, 1.0, 2.0])), ("cosine", None), ("preset", 1.0),
+    ("preset", 1.5),
+])  # fmt: skip
+def test_similarity_counts_unrotated_channels_and_amplitudes(name: str, amplitude: Any):
+    """Compare the figure of a module with q·k of the module, for text and a grid."""
+    from lrpe_md import CosineMd, PresetMd, RotateMd
+
+    shape, text, dtype = (3, 5), 2, torch.float64
+    if name == "rotate":
+        module = RotateMd(12, 2, frequencies="mixed", rotary_dim=slice(2, 8), amplitude=amplitude, dtype=dtype)
+    elif name == "cosine":
+        module = CosineMd(12, 2, rotary_dim=6, dtype=dtype)
+    else:
+        own = Axial((1, 1), scaling=lambda theta: (theta, amplitude))
+        module = PresetMd(Scheme("ours", 16, own, rotary=(0.0, 0.5), tokens=lrpe_md.Tokens(0, "skip")), dtype=dtype)
+    x = torch.ones(1, 1, text + 15, module.head_dim, dtype=torch.float64)
+    y, _ = module(x, x, positions=lrpe_md.Grid(shape, prefix=text))
+    score = (y[0, 0] @ y[0, 0, text + 7]).detach()
+    figure = lrpe_md.show(module, shape, text=text)
+    axes = [a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes]
+    [axis] = [a for a in axes if "as defined" in a.get_title()]
+    image = torch.tensor(axis.images[0].get_array().filled(math.nan))
+    drawn = torch.cat([image[0, :text], image[2:].flatten()])
+    torch.testing.assert_close(drawn, score / score[text + 7], rtol=0, atol=1e-12)
+    assert f"{6 if name != 'preset' else 8} of {module.head_dim} channels rotated" in figure.get_suptitle()
+
+
+def test_each_variant_counts_unrotated_channels():
+    """Qwen3.5 rotates a quarter of the channels. Both maps leave the same channels unrotated."""
+    view = tiny("qwen3_5")
+    for names, values in view.scores:
+        theta = data.token_angles(view.layout, view.omega(names[0]))
+        cosines = (theta - theta[view.layout.index(view.token)]).cos().mean(-1)
+        torch.testing.assert_close(values, 0.25 * cosines + 0.75, rtol=0, atol=1e-12)
+
+
+def test_similarity_of_many_tokens_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
+    wanted = tiny("qwen3_vl", text=3).scores[0][1]
+    monkeypatch.setattr(data, "CHUNK", 5)
+    torch.testing.assert_close(tiny("qwen3_vl", text=3).scores[0][1], wanted, rtol=0, atol=0)
 
 
 def test_angles_and_similarity_by_hand():
@@ -386,7 +428,7 @@ def test_angles_and_similarity_by_hand():
     assert not theta[:2].any()
     at = found[1 * 6 + 4]
     score = [sum(math.cos(a - b) for a, b in zip(row, at, strict=True)) / 32 for row in ([0.0] * 32,) * 2 + (*found,)]
-    names, values = view.scores()[0]
+    names, values = view.scores[0]
     assert values.tolist() == pytest.approx(score, abs=1e-12)
     # both orders, because the axes have equal series
     assert names == [("rotate", "major_first"), ("rotate", "minor_first")]
@@ -395,7 +437,7 @@ def test_angles_and_similarity_by_hand():
 def test_each_map_and_axis_order_by_hand():
     """Pixtral has one series. Even members belong to the first axis, and odd members to the second."""
     view = tiny("pixtral", token="2x1")
-    scores = view.scores()
+    scores = view.scores
     assert [names for names, _ in scores] == [[(m, o)] for m in ("rotate", "cosine") for o in
                                               ("major_first", "minor_first")]  # fmt: skip
     for [(mapping, order)], values in scores:
@@ -540,7 +582,7 @@ def test_slices_go_through_the_token():
 
 def test_equal_maps_are_drawn_separately():
     """cosFormer has a single frequency, so a rotation gives the same similarity."""
-    (own, first), (other, second) = tiny("cosformer").scores()
+    (own, first), (other, second) = tiny("cosformer").scores
     assert (own, other) == ([("cosine", data.NO_ORDER)], [("rotate", data.NO_ORDER)])
     assert torch.equal(first, second)
 
@@ -557,6 +599,13 @@ def test_base_is_shown_only_if_there_is_one():
     assert data.published("wan").base == 1e4
     assert data.published("wan", base=50.0).base == 50
     assert data.published("rope_vit_mixed").base == 10
+
+
+def test_only_the_base_of_the_model_is_published():
+    for base, label in ((None, "published"), (10_000.0, "published"), (50.0, "as defined")):
+        view = visualize.build_view(data.published("wan", base=base), shape="3x4")
+        titles = [a.get_title() for s in visualize.draw(view).subfigs for p in (s, *s.subfigs) for a in p.axes]
+        assert f"rotate, either axis order ({label})" in titles
 
 
 def test_another_base_reaches_every_variant():
@@ -685,7 +734,8 @@ def test_frequencies_for_one_map_only():
     assert [title for title in titles if title.startswith(("rotate", "cosine"))] == ["rotate (as defined)"]
 
 
-def test_the_header_names_the_reference():
+def test_the_header_names_the_options_of_the_positions():
+    assert "grid 2×4×6   ·   fps 12" in lrpe_md.show("cosmos", (2, 4, 6), fps=12).get_suptitle()
     assert "positions rescaled" not in visualize.draw(tiny("wan")).get_suptitle()
     assert "positions rescaled to 3×9×14" in visualize.draw(tiny("wan", reference="3x9x14")).get_suptitle()
     assert "positions rescaled to 8×–" in visualize.draw(tiny("rope_vit_axial", reference="8x-")).get_suptitle()
@@ -750,6 +800,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "wan", "--compare"], "--compare: expected several presets, got one; pass --preset for each"),
+    (["--frequencies", "axial", "--compare"], "such as several bases, pass a dict to lrpe_md.show in Python"),
     (["-p", "wan", "--map", "cosine"], "leave it out, because figures of presets also show the similarity for the"),
     (["-p", "."], "expected a name or a file, got a folder, '.'; to plot a trained run, call lrpe_md.show(load_run("),
     (["-p", "rotate"], "--preset: 'rotate' is not a preset; to plot it, pass --frequencies axial"),
