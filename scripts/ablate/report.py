@@ -16,7 +16,7 @@ from ..common.markdown import PICTURES, page, table, write_page
 from ..train.samples import write_comparison
 from . import report_lengths, report_recall, report_sizes
 from .report_sizes import KEYS, default_options, explain_intervals, find_free, show_difference, subtract
-from .tasks import TASKS, collect
+from .tasks import TASKS, collect, name_run
 
 COMMAND = "lrpe-md ablate report"
 LAYOUTS = {
@@ -156,7 +156,7 @@ def write_report(folder: Path, baseline: str | None, against: Path | None = None
         f"{name}, {attention}": file
         for attention, names in config["settings"]["encodings"].items()
         for name in names
-        if (file := folder / "runs" / f"{name}-{attention}-0.samples.npz").exists()
+        if (file := folder / "runs" / f"{name_run(name, attention, 0)}.samples.npz").exists()
     }
     if samples:
         write_comparison(folder / "samples.png", samples)

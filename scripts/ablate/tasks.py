@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
+from urllib.parse import quote
 
 import pandas as pd
 import torch
@@ -401,11 +402,16 @@ class Comparison:
     def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
         """Map each result file to its attention, encoding and seed. The files are sorted by seed."""
         return {
-            out / "runs" / f"{re.sub('[^A-Za-z0-9_.=,-]', '_', name)}-{attention}-{seed}.json": (name, attention, seed)
+            out / "runs" / f"{name_run(name, attention, seed)}.json": (name, attention, seed)
             for seed in range(self.seeds)
             for attention, names in self.encodings.items()
             for name in names
         }
+
+
+def name_run(encoding: str, attention: str, seed: int) -> str:
+    """Return the name of a run's files. Encodings with different names have different files."""
+    return f"{quote(encoding.replace(':', '_', 1), safe='=,')}-{attention}-{seed}"
 
 
 def train(
@@ -447,10 +453,17 @@ COLUMNS = (
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
-    """Build a table of results, with a row for each encoding, attention, seed, entry of the series and size."""
-    rows = []
+    """Build a table of results, with a row for each encoding, attention, seed, entry of the series and size.
+
+    Raises:
+        typer.BadParameter: if two files contain the same run, which would count twice.
+    """
+    rows, sources = [], {}
     for file in files:
         run = read_json(file)
+        first = sources.setdefault((run["encoding"], run["attention"], run["seed"]), file)
+        if first != file:
+            raise typer.BadParameter(f"{first} and {file} contain the same run; delete one of them")
         same = {key: run[key] for key in (*COLUMNS, "test_bytes", "test_images") if key in run or key in COLUMNS}
         if run.get("train_steps_timed", run["steps"]) != run["steps"]:  # only part of a resumed run was timed
             same["train_seconds"] = None

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
@@ -26,6 +27,9 @@ from scipy.stats import ttest_rel
 from test_train_image import write_idx
 from test_train_video import DECODERS, brightening, write_video
 from typer.testing import CliRunner, Result
+
+from lrpe_md import Axial, Scheme
+from lrpe_md.presets.registry import REGISTERED
 
 ROOT = Path(__file__).parents[2]
 SIZES = [name for name, task in TASKS.items() if task.layout == "sizes"]
@@ -138,14 +142,18 @@ def captioned(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("task", ["video", "diffusion"])
-def test_smoke_of_the_other_tasks(task, tmp_path):
+def test_smoke_of_the_other_tasks(task, tmp_path, monkeypatch):
     if task == "video" and not DECODERS:
         pytest.skip("needs PyAV or OpenCV")
     made = {
         "video": lambda: write_video(tmp_path / "grey.mp4", brightening(160), DECODERS[0]),
         "diffusion": lambda: captioned(tmp_path / "captioned"),
     }[task]()
-    out, named = tmp_path / "out", ["-e", "none", "-e", "rotate", "--attention", "linear", "--seeds", "1"]
+    out, named = tmp_path / "out", ["-e", "none", "-e", "rotate:base=0.5", "--attention", "linear", "--seeds", "1"]
+    named += ["--baseline", "none"]
+    drawn: list[str] = []
+    draw = ablate_report.write_comparison
+    monkeypatch.setattr(ablate_report, "write_comparison", lambda path, of: drawn.extend(of) or draw(path, of))
     done = invoke("run", task, str(made), "--out", str(out), "--smoke", "--device", "cpu", "--workers", "1", *named)
     assert done.exit_code == 0, done.output
     results = pd.read_csv(out / "results.csv")
@@ -156,9 +164,29 @@ def test_smoke_of_the_other_tasks(task, tmp_path):
     if task == "video":
         assert (results[results.encoding == "none"].value == 100 / 24).all()  # chance level
     kept = sorted(file.name for file in (out / "runs").glob("*.npz"))
-    assert kept == ["none-linear-0.samples.npz", "rotate-linear-0.samples.npz"] * (task == "diffusion")
+    assert kept == ["none-linear-0.samples.npz", "rotate_base=0.5-linear-0.samples.npz"] * (task == "diffusion")
+    assert drawn == ["none, linear", "rotate:base=0.5, linear"] * (task == "diffusion")
     assert (out / "samples.png").exists() == (task == "diffusion")
     assert ("samples.png" in ablate_report.render(out)) == (task == "diffusion")
+
+
+def test_similar_names_have_separate_runs(tmp_path, monkeypatch):
+    """Check names that only differ in spaces, punctuation or letters outside ASCII."""
+    names = ["my rope", "my_rope", "θ", "ω", "a|b", "a_b"]
+    for name in names:
+        monkeypatch.setitem(REGISTERED, name, Scheme("Mine.", head_dim=16, frequencies=Axial((1, 1))))
+    encodings = [part for name in names for part in ("-e", name)]
+    run = ["run", "digits", "--smoke", "--device", "cpu", "--workers", "1", "--seeds", "1", "--attention", "softmax"]
+    done = invoke(*run, "--out", str(tmp_path), *encodings)
+    assert done.exit_code == 0, done.output
+    assert list(pd.read_csv(tmp_path / "results.csv").encoding.unique()) == sorted(names, key=quote)
+    assert "\n| a\\|b | softmax |" in (tmp_path / "table.md").read_text()
+
+    runs = tmp_path / "runs"
+    shutil.copy(runs / "a_b-softmax-0.json", runs / "copy.json")
+    refused = invoke("report", "--folder", str(tmp_path))
+    assert refused.exit_code == 2
+    assert f"{runs / 'a_b-softmax-0.json'} and {runs / 'copy.json'} contain the same run" in refused.output
 
 
 def test_the_largest_rise_of_a_loss():
