@@ -78,7 +78,7 @@ class Task:
     """
 
     config: type[Training]
-    run: Callable[[Any], dict[str, Any]]
+    run: Callable[..., dict[str, Any]]
     compared: dict[str, tuple[str, ...]]
     smoke: dict[str, Any]
     values: Callable[[dict[str, Any]], Values]
@@ -414,6 +414,22 @@ def name_run(encoding: str, attention: str, seed: int) -> str:
     return f"{quote(encoding.replace(':', '_', 1), safe='=,')}-{attention}-{seed}"
 
 
+def check_data_digest(runs: Path, digest: str | None) -> dict[str, str]:
+    """Check that the runs in a folder used the same data, and return the entry of a result that identifies the data.
+
+    Raises:
+        typer.BadParameter: if the data differs. Results of earlier versions don't have this entry.
+    """
+    if digest is None:
+        return {}
+    if any(read_json(file).get("data_digest", digest) != digest for file in runs.glob("*.json")):
+        raise typer.BadParameter(
+            f"DATA: expected the same samples as in the runs in {runs}, but they have changed; restore them, or choose "
+            "another --out"
+        )
+    return {"data_digest": digest}
+
+
 def train(
     comparison: Comparison,
     file: Path,
@@ -435,9 +451,11 @@ def train(
     if not (folder / "checkpoint.pt").exists():  # a new run, or a finished one whose result was deleted
         shutil.rmtree(folder, ignore_errors=True)
     torch.compiler.reset()  # otherwise many models would exceed the recompilation limit
+    found: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()), reword_warnings(), hide_warnings(shown):
-        result = task.run(comparison.config(folder, *job, progress=progress, turn=turn))
-    result = {**result, "values": task.values(result)}
+        config = comparison.config(folder, *job, progress=progress, turn=turn)
+        result = task.run(config, lambda work: found.update(check_data_digest(file.parent, work.data_digest)))
+    result = {**result, "values": task.values(result), **found}
     for name in task.kept:
         save_whole(file.with_suffix(f".{name}"), partial(shutil.copy, folder / name))
     write(file, json.dumps(result))
@@ -450,6 +468,7 @@ COLUMNS = (
     "encoding", "attention", "seed", "params", "loss", "loss_rise", "train_seconds", "step_ms", "peak_mib", "tokens",
     "steps", "counted_seconds",
 )  # fmt: skip
+OPTIONAL = ("test_bytes", "test_images", "data_digest")  # columns that only some results have
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
@@ -464,7 +483,7 @@ def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
         first = sources.setdefault((run["encoding"], run["attention"], run["seed"]), file)
         if first != file:
             raise typer.BadParameter(f"{first} and {file} contain the same run; delete one of them")
-        same = {key: run[key] for key in (*COLUMNS, "test_bytes", "test_images") if key in run or key in COLUMNS}
+        same = {key: run[key] for key in (*COLUMNS, *OPTIONAL) if key in run or key in COLUMNS}
         if run.get("train_steps_timed", run["steps"]) != run["steps"]:  # only part of a resumed run was timed
             same["train_seconds"] = None
         for name, values in run["values"].items():

@@ -705,6 +705,48 @@ def test_settings_that_differ_are_named_as_options(images, tmp_path):
     assert "(DATA: idx in the folder, copy requested; --set label: '' in the folder, kind requested)" in refused.output
 
 
+def reverse_labels(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:8] + content[:7:-1])
+
+
+@pytest.mark.parametrize("changed", ["train", "t10k"])
+def test_changed_data_is_refused(images, tmp_path, changed):
+    """A comparison must not mix samples, even if the folder, its name and the number of samples stay the same."""
+    data, out = tmp_path / "idx", tmp_path / "out"
+    shutil.copytree(images, data)
+    assert invoke(*command(data, out, seeds=1)).exit_code == 0
+    reverse_labels(data / f"{changed}-labels-idx1-ubyte")
+    run = command(data, out)
+    run[run.index("--workers") + 1] = "2"  # this process caches the data
+    refused = invoke(*run)
+    assert refused.exit_code == 2, refused.output
+    message = f"DATA: expected the same samples as in the runs in {out / 'runs'}, but they have changed"
+    assert message in refused.output
+    assert len(list((out / "runs").glob("*.json"))) == 2
+
+    reverse_labels(data / f"{changed}-labels-idx1-ubyte")
+    assert invoke(*command(data, out)).exit_code == 0
+
+
+def test_other_samples_are_a_difference_from_another_folder(images, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    other = write_idx(tmp_path / images.name, train=24, test=8)
+    reverse_labels(other / "train-labels-idx1-ubyte")
+    for data, out in ((images, here), (other, there)):
+        assert invoke(*command(data, out)).exit_code == 0
+    shown = invoke("report", "--folder", str(here), "--against", str(there))
+    assert "Different settings: the content of `data`. Results are paired by seed" in shown.output
+    shown = invoke("report", "--folder", str(here), "--against", str(here))
+    assert "Different settings: none. Results are paired by seed" in shown.output
+
+
+def test_the_report_says_that_test_images_changed():
+    results = frame({("rotate", "28x28"): [90.0, 91.0]}).assign(test_images=[27, 29])
+    assert "on 27 to 29 test images. The data changed" in report_sizes.describe_test_images(results)
+    assert "on 27 test images. The standard" in report_sizes.describe_test_images(results[results.seed == 0])
+
+
 def test_an_encoding_looks_the_same_in_every_plot():
     names = ["none", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-softplus", "cosine-softplus-phase"]
     alone = {name: choose_looks([name])[name] for name in names}
