@@ -46,6 +46,12 @@ CHOSEN = (
     "scheme",
 )  # set by the driver for each run; fmt: skip
 
+# Options of `ablate run` that replace these fields.
+INSTEAD = {
+    "out": "--out", "data": "DATA", "encoding": "-e", "attention": "--attention", "seed": "--seeds",
+    "device": "--device",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Full:
@@ -258,6 +264,8 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise typer.BadParameter(f"--set: expected NAME=VALUE, got {each!r}")
         name = name.strip().replace("-", "_")
+        if name in INSTEAD:
+            raise typer.BadParameter(f"--set {name}: this option can't be set; use {INSTEAD[name]} instead")
         if name not in known:
             advice, expected = _find_other_tasks(config, name), f"NAME=VALUE with NAME one of {', '.join(known)}"
             raise typer.BadParameter(explain_unknown("--set", name, () if advice else known, expected) + advice)

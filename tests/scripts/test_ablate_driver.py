@@ -485,7 +485,12 @@ def test_invalid_options(images, tmp_path):
     assert "--folder: expected one value, got 2; pass --folder once" in output_of(
         "report", "--folder", "a", "--folder=b"
     )
-    assert "NAME one of" in output_of(*run, "--set", "seed=3")
+    assert "--set seed: this option can't be set; use --seeds instead" in output_of(*run, "--set", "seed=3")
+    assert "--set out: this option can't be set; use --out instead" in output_of(*run, "--set", "out=runs")
+    file = tmp_path / "file.txt"
+    file.touch()
+    for wrong in (file, file / "folder"):
+        assert f"--out {wrong} can't be written (" in output_of(*command(images, wrong))
     assert "--set: expected NAME=VALUE, got 'steps'" in output_of(*run, "--set", "steps")
     assert "--set steps: expected an integer, got 'many'" in output_of(*run, "--set", "steps=many")
     assert "expected true or false" in output_of(*run, "--set", "flip=2")
