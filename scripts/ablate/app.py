@@ -91,7 +91,7 @@ def run(
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3, or 5 with --full)")
+        int | None, typer.Option(min=1, help="Number of seeds per encoding, from 0. (default: 3, or 5 with --full)")
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="For digits and recall: use more encodings and seeds, and train longer.")

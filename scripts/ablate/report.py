@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from lrpe_md.checks import explain_unknown
 
 from ..common.folder import ROOT, read_json, show_value, write, write_config
 from ..common.markdown import PICTURES, page, table, write_page
+from ..train.config import DATA, find_panel
 from ..train.samples import write_comparison
 from . import report_lengths, report_recall, report_sizes
 from .report_sizes import KEYS, default_options, explain_intervals, find_free, show_difference, subtract
-from .tasks import TASKS, collect
+from .tasks import TASKS, collect, name_run
 
 COMMAND = "lrpe-md ablate report"
 LAYOUTS = {
@@ -62,6 +64,27 @@ def read_results(folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
 
 
+def describe_changes(
+    settings: dict[str, Any], other: dict[str, Any], results: pd.DataFrame, base: pd.DataFrame
+) -> list[str]:
+    """Describe the settings, and the content of the data, that differ from those of other results."""
+    task, free = TASKS[settings["task"]], find_free(settings)
+    # Results of earlier versions lack newer options, whose defaults keep the earlier behaviour.
+    here, there = (default_options(task) | {"data": each["data"], **each["training"]} for each in (settings, other))
+    changed = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
+    changes = [
+        f"`{name}` {show_value(here.get(name))} (there {show_value(there.get(name))})"
+        for name in changed
+        if name not in free
+    ]
+    # Options such as the size also determine how the data is read.
+    same_options = not {f.name for f in fields(task.config) if find_panel(f) == DATA} & set(changed)
+    if same_options and all("data_digest" in each for each in (results, base)):
+        same = set(results["data_digest"].dropna()) <= set(base["data_digest"].dropna())
+        changes += [] if same else ["the content of `data`"]
+    return changes
+
+
 def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any], against: Path) -> str:
     """Render the difference from the results in another folder, paired by encoding, attention, seed and size.
 
@@ -90,14 +113,7 @@ def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any],
         [*key, *(show_difference(found.loc[(*key, n)], digits) if (*key, n) in found.index else "" for n in columns)]
         for key in dict.fromkeys(each[:-1] for each in found.index)
     ]
-    free = find_free(settings)
-    # Results of earlier versions lack newer options, whose defaults keep the earlier behaviour.
-    here, there = (default_options(task) | {"data": each["data"], **each["training"]} for each in (settings, other))
-    changes = [
-        f"`{name}` {show_value(here.get(name))} (there {show_value(there.get(name))})"
-        for name in dict.fromkeys([*here, *there])
-        if name not in free and here.get(name) != there.get(name)
-    ]
+    changes = describe_changes(settings, other, results, base)
     what = f"Different settings: {', '.join(changes) or 'none'}. Results are paired by seed"
     text = f"**Difference from the runs in {against}.** {what}{explain_intervals(found)}"
     text += f" About the runs in {against}: {note}" if (note := read_config(against).get("note")) else ""
@@ -156,7 +172,7 @@ def write_report(folder: Path, baseline: str | None, against: Path | None = None
         f"{name}, {attention}": file
         for attention, names in config["settings"]["encodings"].items()
         for name in names
-        if (file := folder / "runs" / f"{name}-{attention}-0.samples.npz").exists()
+        if (file := folder / "runs" / f"{name_run(name, attention, 0)}.samples.npz").exists()
     }
     if samples:
         write_comparison(folder / "samples.png", samples)

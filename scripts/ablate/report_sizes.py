@@ -224,8 +224,14 @@ def find_changes(settings: dict[str, Any]) -> list[str]:
     ]
 
 
-def describe_test_images(count: int) -> str:
-    """Return a sentence about how much an accuracy depends on the choice of test images."""
+def describe_test_images(results: pd.DataFrame) -> str:
+    """Return sentences about how much an accuracy depends on the choice of test images."""
+    count, most = results["test_images"].min(), results["test_images"].max()
+    if count != most:
+        return (
+            f"Accuracies are measured on {count:,} to {most:,} test images. The data changed between runs, so don't "
+            "compare their results."
+        )
     half, high = (100 * (part * (1 - part) / count) ** 0.5 for part in (0.5, 0.95))
     return (
         f"Accuracies are measured on {count:,} test images. The standard error from the choice of images is "
@@ -255,7 +261,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         lines += [f"{positions.capitalize()} positions {meaning}.", "", *_accuracy(part, ranking, digits)]
     notes = [note for encoding, note in task.notes.items() if encoding in set(results.encoding)]
     if "test_images" in results:
-        notes.append(describe_test_images(results["test_images"].iloc[0]))
+        notes.append(describe_test_images(results))
     lines += [" ".join(notes), ""] if notes else []
     lines += _differences(results, ranking, baseline, digits)
     lines += summarize_trainings(results, ranking)

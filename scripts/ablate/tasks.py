@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
+from urllib.parse import quote
 
 import pandas as pd
 import torch
@@ -44,6 +45,12 @@ CHOSEN = (
     "turn",
     "scheme",
 )  # set by the driver for each run; fmt: skip
+
+# Options of `ablate run` that replace these fields.
+INSTEAD = {
+    "out": "--out", "data": "DATA", "encoding": "-e", "attention": "--attention", "seed": "--seeds",
+    "device": "--device",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Task:
     """
 
     config: type[Training]
-    run: Callable[[Any], dict[str, Any]]
+    run: Callable[..., dict[str, Any]]
     compared: dict[str, tuple[str, ...]]
     smoke: dict[str, Any]
     values: Callable[[dict[str, Any]], Values]
@@ -257,6 +264,8 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise typer.BadParameter(f"--set: expected NAME=VALUE, got {each!r}")
         name = name.strip().replace("-", "_")
+        if name in INSTEAD:
+            raise typer.BadParameter(f"--set {name}: this option can't be set; use {INSTEAD[name]} instead")
         if name not in known:
             advice, expected = _find_other_tasks(config, name), f"NAME=VALUE with NAME one of {', '.join(known)}"
             raise typer.BadParameter(explain_unknown("--set", name, () if advice else known, expected) + advice)
@@ -401,11 +410,32 @@ class Comparison:
     def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
         """Map each result file to its attention, encoding and seed. The files are sorted by seed."""
         return {
-            out / "runs" / f"{re.sub('[^A-Za-z0-9_.=,-]', '_', name)}-{attention}-{seed}.json": (name, attention, seed)
+            out / "runs" / f"{name_run(name, attention, seed)}.json": (name, attention, seed)
             for seed in range(self.seeds)
             for attention, names in self.encodings.items()
             for name in names
         }
+
+
+def name_run(encoding: str, attention: str, seed: int) -> str:
+    """Return the name of a run's files. Encodings with different names have different files."""
+    return f"{quote(encoding.replace(':', '_', 1), safe='=,')}-{attention}-{seed}"
+
+
+def check_data_digest(runs: Path, digest: str | None) -> dict[str, str]:
+    """Check that the runs in a folder used the same data, and return the entry of a result that identifies the data.
+
+    Raises:
+        typer.BadParameter: if the data differs. Results of earlier versions don't have this entry.
+    """
+    if digest is None:
+        return {}
+    if any(read_json(file).get("data_digest", digest) != digest for file in runs.glob("*.json")):
+        raise typer.BadParameter(
+            f"DATA: expected the same samples as in the runs in {runs}, but they have changed; restore them, or choose "
+            "another --out"
+        )
+    return {"data_digest": digest}
 
 
 def train(
@@ -429,9 +459,11 @@ def train(
     if not (folder / "checkpoint.pt").exists():  # a new run, or a finished one whose result was deleted
         shutil.rmtree(folder, ignore_errors=True)
     torch.compiler.reset()  # otherwise many models would exceed the recompilation limit
+    found: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()), reword_warnings(), hide_warnings(shown):
-        result = task.run(comparison.config(folder, *job, progress=progress, turn=turn))
-    result = {**result, "values": task.values(result)}
+        config = comparison.config(folder, *job, progress=progress, turn=turn)
+        result = task.run(config, lambda work: found.update(check_data_digest(file.parent, work.data_digest)))
+    result = {**result, "values": task.values(result), **found}
     for name in task.kept:
         save_whole(file.with_suffix(f".{name}"), partial(shutil.copy, folder / name))
     write(file, json.dumps(result))
@@ -444,14 +476,22 @@ COLUMNS = (
     "encoding", "attention", "seed", "params", "loss", "loss_rise", "train_seconds", "step_ms", "peak_mib", "tokens",
     "steps", "counted_seconds",
 )  # fmt: skip
+OPTIONAL = ("test_bytes", "test_images", "data_digest")  # columns that only some results have
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
-    """Build a table of results, with a row for each encoding, attention, seed, entry of the series and size."""
-    rows = []
+    """Build a table of results, with a row for each encoding, attention, seed, entry of the series and size.
+
+    Raises:
+        typer.BadParameter: if two files contain the same run, which would count twice.
+    """
+    rows, sources = [], {}
     for file in files:
         run = read_json(file)
-        same = {key: run[key] for key in (*COLUMNS, "test_bytes", "test_images") if key in run or key in COLUMNS}
+        first = sources.setdefault((run["encoding"], run["attention"], run["seed"]), file)
+        if first != file:
+            raise typer.BadParameter(f"{first} and {file} contain the same run; delete one of them")
+        same = {key: run[key] for key in (*COLUMNS, *OPTIONAL) if key in run or key in COLUMNS}
         if run.get("train_steps_timed", run["steps"]) != run["steps"]:  # only part of a resumed run was timed
             same["train_seconds"] = None
         for name, values in run["values"].items():

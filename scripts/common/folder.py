@@ -205,10 +205,15 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], exten
                 f"--out {out} contains runs with different settings ({text}); pass the settings in the folder, "
                 "or choose another folder"
             )
-    elif out.exists() and any(file.suffix != ".part" for file in out.iterdir()):
+    elif out.is_dir() and any(file.suffix != ".part" for file in out.iterdir()):
         raise typer.BadParameter(f"--out {out} is not empty and has no config.json; choose an empty or new folder")
     environments += [] if here in environments else [here]
-    write_config(path, {**config, "settings": wanted, "environments": environments})
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_config(path, {**config, "settings": wanted, "environments": environments})
+    except OSError as error:
+        reason = error.strerror or error
+        raise typer.BadParameter(f"--out {out} can't be written ({reason}); choose another folder") from error
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:

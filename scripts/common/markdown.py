@@ -17,7 +17,8 @@ def table(head: list[str], lines: list[list[str]], words: int = 1) -> list[str]:
     right-aligned.
     """
     rule = ["---"] * words + ["---:"] * (len(head) - words)
-    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)] + [""]
+    rows = ([cell.replace("|", "\\|") for cell in cells] for cells in (head, rule, *lines))
+    return ["| " + " | ".join(cells) + " |" for cells in rows] + [""]
 
 
 def page(title: str, command: str, *parts: str) -> str:

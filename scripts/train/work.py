@@ -32,6 +32,7 @@ class Work:
     Args:
         model: model on any device.
         settings: settings, other than options, that affect the weights, such as model arguments and a hash of the data.
+        test_digest: hash of the test data, if ``settings["digest"]`` only covers the training data.
         steps, batch, loss: see :meth:`.loop.Trainer.fit`.
         evaluate: function that evaluates the trained model, and returns entries for result.json. All processes call it.
         validate: function that is called during training, and returns values for a row of the history.
@@ -48,6 +49,13 @@ class Work:
     validate: Callable[[Trainer], dict[str, float]] | None = None
     after_step: Callable[[Trainer], bool] | None = None
     in_processes: bool = False
+    test_digest: int | None = None
+
+    @property
+    def data_digest(self) -> str | None:
+        """Hash of the training and test data, or None for generated or built-in data."""
+        digest = self.settings.get("digest")
+        return None if digest is None else f"{digest}" + ("" if self.test_digest is None else f"-{self.test_digest}")
 
 
 def report(*texts: str) -> None:
@@ -57,12 +65,19 @@ def report(*texts: str) -> None:
             typer.echo(text, err=True)
 
 
-def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:
-    """Run or resume training and evaluation, and return the content of result.json."""
+def train(
+    prepare: Callable[[Any, torch.device], Work], config: Training, check: Callable[[Work], None] | None = None
+) -> dict[str, Any]:
+    """Run or resume training and evaluation, and return the content of result.json.
+
+    ``check`` is called after the data is read, and can raise an error before training.
+    """
     accelerator = begin(config)
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
     console.print("Reading the data, building the model")
     work = prepare(config, accelerator.device)
+    if check is not None:
+        check(work)
     settings = settings_of(config, **work.settings)
     if config.weights:
         options = list_model_options(config)

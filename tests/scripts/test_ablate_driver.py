@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
@@ -26,6 +27,9 @@ from scipy.stats import ttest_rel
 from test_train_image import write_idx
 from test_train_video import DECODERS, brightening, write_video
 from typer.testing import CliRunner, Result
+
+from lrpe_md import Axial, Scheme
+from lrpe_md.presets.registry import REGISTERED
 
 ROOT = Path(__file__).parents[2]
 SIZES = [name for name, task in TASKS.items() if task.layout == "sizes"]
@@ -138,14 +142,18 @@ def captioned(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("task", ["video", "diffusion"])
-def test_smoke_of_the_other_tasks(task, tmp_path):
+def test_smoke_of_the_other_tasks(task, tmp_path, monkeypatch):
     if task == "video" and not DECODERS:
         pytest.skip("needs PyAV or OpenCV")
     made = {
         "video": lambda: write_video(tmp_path / "grey.mp4", brightening(160), DECODERS[0]),
         "diffusion": lambda: captioned(tmp_path / "captioned"),
     }[task]()
-    out, named = tmp_path / "out", ["-e", "none", "-e", "rotate", "--attention", "linear", "--seeds", "1"]
+    out, named = tmp_path / "out", ["-e", "none", "-e", "rotate:base=0.5", "--attention", "linear", "--seeds", "1"]
+    named += ["--baseline", "none"]
+    drawn: list[str] = []
+    draw = ablate_report.write_comparison
+    monkeypatch.setattr(ablate_report, "write_comparison", lambda path, of: drawn.extend(of) or draw(path, of))
     done = invoke("run", task, str(made), "--out", str(out), "--smoke", "--device", "cpu", "--workers", "1", *named)
     assert done.exit_code == 0, done.output
     results = pd.read_csv(out / "results.csv")
@@ -156,9 +164,29 @@ def test_smoke_of_the_other_tasks(task, tmp_path):
     if task == "video":
         assert (results[results.encoding == "none"].value == 100 / 24).all()  # chance level
     kept = sorted(file.name for file in (out / "runs").glob("*.npz"))
-    assert kept == ["none-linear-0.samples.npz", "rotate-linear-0.samples.npz"] * (task == "diffusion")
+    assert kept == ["none-linear-0.samples.npz", "rotate_base=0.5-linear-0.samples.npz"] * (task == "diffusion")
+    assert drawn == ["none, linear", "rotate:base=0.5, linear"] * (task == "diffusion")
     assert (out / "samples.png").exists() == (task == "diffusion")
     assert ("samples.png" in ablate_report.render(out)) == (task == "diffusion")
+
+
+def test_similar_names_have_separate_runs(tmp_path, monkeypatch):
+    """Check names that only differ in spaces, punctuation or letters outside ASCII."""
+    names = ["my rope", "my_rope", "θ", "ω", "a|b", "a_b"]
+    for name in names:
+        monkeypatch.setitem(REGISTERED, name, Scheme("Mine.", head_dim=16, frequencies=Axial((1, 1))))
+    encodings = [part for name in names for part in ("-e", name)]
+    run = ["run", "digits", "--smoke", "--device", "cpu", "--workers", "1", "--seeds", "1", "--attention", "softmax"]
+    done = invoke(*run, "--out", str(tmp_path), *encodings)
+    assert done.exit_code == 0, done.output
+    assert list(pd.read_csv(tmp_path / "results.csv").encoding.unique()) == sorted(names, key=quote)
+    assert "\n| a\\|b | softmax |" in (tmp_path / "table.md").read_text()
+
+    runs = tmp_path / "runs"
+    shutil.copy(runs / "a_b-softmax-0.json", runs / "copy.json")
+    refused = invoke("report", "--folder", str(tmp_path))
+    assert refused.exit_code == 2
+    assert f"{runs / 'a_b-softmax-0.json'} and {runs / 'copy.json'} contain the same run" in refused.output
 
 
 def test_the_largest_rise_of_a_loss():
@@ -457,7 +485,12 @@ def test_invalid_options(images, tmp_path):
     assert "--folder: expected one value, got 2; pass --folder once" in output_of(
         "report", "--folder", "a", "--folder=b"
     )
-    assert "NAME one of" in output_of(*run, "--set", "seed=3")
+    assert "--set seed: this option can't be set; use --seeds instead" in output_of(*run, "--set", "seed=3")
+    assert "--set out: this option can't be set; use --out instead" in output_of(*run, "--set", "out=runs")
+    file = tmp_path / "file.txt"
+    file.touch()
+    for wrong in (file, file / "folder"):
+        assert f"--out {wrong} can't be written (" in output_of(*command(images, wrong))
     assert "--set: expected NAME=VALUE, got 'steps'" in output_of(*run, "--set", "steps")
     assert "--set steps: expected an integer, got 'many'" in output_of(*run, "--set", "steps=many")
     assert "expected true or false" in output_of(*run, "--set", "flip=2")
@@ -675,6 +708,48 @@ def test_settings_that_differ_are_named_as_options(images, tmp_path):
     refused = invoke(*command(tmp_path / "copy", out, "--set", "label=kind"))
     assert refused.exit_code == 2
     assert "(DATA: idx in the folder, copy requested; --set label: '' in the folder, kind requested)" in refused.output
+
+
+def reverse_labels(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:8] + content[:7:-1])
+
+
+@pytest.mark.parametrize("changed", ["train", "t10k"])
+def test_changed_data_is_refused(images, tmp_path, changed):
+    """A comparison must not mix samples, even if the folder, its name and the number of samples stay the same."""
+    data, out = tmp_path / "idx", tmp_path / "out"
+    shutil.copytree(images, data)
+    assert invoke(*command(data, out, seeds=1)).exit_code == 0
+    reverse_labels(data / f"{changed}-labels-idx1-ubyte")
+    run = command(data, out)
+    run[run.index("--workers") + 1] = "2"  # this process caches the data
+    refused = invoke(*run)
+    assert refused.exit_code == 2, refused.output
+    message = f"DATA: expected the same samples as in the runs in {out / 'runs'}, but they have changed"
+    assert message in refused.output
+    assert len(list((out / "runs").glob("*.json"))) == 2
+
+    reverse_labels(data / f"{changed}-labels-idx1-ubyte")
+    assert invoke(*command(data, out)).exit_code == 0
+
+
+def test_other_samples_are_a_difference_from_another_folder(images, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    other = write_idx(tmp_path / images.name, train=24, test=8)
+    reverse_labels(other / "train-labels-idx1-ubyte")
+    for data, out in ((images, here), (other, there)):
+        assert invoke(*command(data, out)).exit_code == 0
+    shown = invoke("report", "--folder", str(here), "--against", str(there))
+    assert "Different settings: the content of `data`. Results are paired by seed" in shown.output
+    shown = invoke("report", "--folder", str(here), "--against", str(here))
+    assert "Different settings: none. Results are paired by seed" in shown.output
+
+
+def test_the_report_says_that_test_images_changed():
+    results = frame({("rotate", "28x28"): [90.0, 91.0]}).assign(test_images=[27, 29])
+    assert "on 27 to 29 test images. The data changed" in report_sizes.describe_test_images(results)
+    assert "on 27 test images. The standard" in report_sizes.describe_test_images(results[results.seed == 0])
 
 
 def test_an_encoding_looks_the_same_in_every_plot():

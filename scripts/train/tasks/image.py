@@ -516,7 +516,10 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
 
     steps = buckets.order(config.batch, config.seed)
     task_loss = partial(loss, config, mix=mix)
-    return Work(model, settings, steps, make_batch, task_loss, finish, validate, in_processes=in_processes)
+    return Work(
+        model, settings, steps, make_batch, task_loss, finish, validate, in_processes=in_processes,
+        test_digest=data.test.digest,
+    )  # fmt: skip
 
 
 run = partial(train, prepare)
