@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..engine.core.call import Impl
 from .norms import is_plain_module
 from .plans import EQUAL, MORE, PreparedCall, RotationPlan, Unlike, describe, prepare, run_prepared
-from .probing import find_plan, quietly
+from .probing import find_plan, get_forward, quietly
 
 __all__ = ["drop_in"]
 
@@ -44,7 +44,8 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
         function: function that rotates x, or q and k, by tables in any common layout. The tables can be cos and sin (as
             two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
             a module or bound method that reads cos and sin from its own tensors, which are then read at each call. We
-            probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors.
+            probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So
+            it must not change what it computes at some larger size, such as a scale from 4,096 tokens on.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
@@ -211,14 +212,10 @@ def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
     return failure
 
 
-def _get_forward(function: Any) -> Callable[..., Any]:
-    return function.forward if isinstance(function, nn.Module) else function
-
-
 def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tuple[_Probed, Iterator[tuple[Any, ...]]]]:
     """Yield candidates for the parameters to rotate and the kinds of arguments. Likely names come first."""
     try:
-        parameters = list(inspect.signature(_get_forward(function)).parameters.values())
+        parameters = list(inspect.signature(get_forward(function)).parameters.values())
     except (TypeError, ValueError) as e:
         raise TypeError(f"function: expected a function or a module, got {function!r}: {e}") from e
     parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -305,6 +302,6 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
         out = run_prepared(recipe, xs, leaves, impl)
         return function(*args, **kwargs) if out is None else out
 
-    functools.update_wrapper(replacement, _get_forward(function), updated=())
+    functools.update_wrapper(replacement, get_forward(function), updated=())
     replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]
     return replacement

@@ -274,6 +274,18 @@ def from_the_third_row(x, cos, sin):
     return x * cos[start : start + tokens] + rf.quarter_turn(x) * sin[start : start + tokens]
 
 
+def by_key_length(q, k, cos, sin):
+    """Give q the last positions of k, with longer tables, as when decoding with a cache of unrotated keys."""
+    end, start = k.shape[-2], k.shape[-2] - q.shape[-2]
+    q = q * cos[start:end] + rf.quarter_turn(q) * sin[start:end]
+    return q, k * cos[:end] + rf.quarter_turn(k) * sin[:end]
+
+
+def from_the_start(q, k, cos, sin):
+    """Rotate q and k by the first rows of longer tables, each by its own length."""
+    return tuple(x * cos[: x.shape[-2]] + rf.quarter_turn(x) * sin[: x.shape[-2]] for x in (q, k))
+
+
 def after_two_tokens(x, cos, sin):
     """Leave at most two tokens unrotated at the start, although the tables may lack rows for more tokens."""
     start = min(2, x.shape[-2] - len(cos))
@@ -304,6 +316,9 @@ X, COS, SIN = torch.randn(2, 6, 6, 32), torch.randn(6, 32), torch.randn(6, 32)
         (one_row, [(X, COS, SIN), (X, COS[:1], SIN[:1]), (X, COS[:, None], SIN[:, None])]),
         (from_the_third_row, [(X, torch.randn(n, 32), torch.randn(n, 32)) for n in (6, 7, 8, 9, 11)]),
         (after_two_tokens, [(X, torch.randn(n, 32), torch.randn(n, 32)) for n in (6, 5, 4, 3, 1)]),
+        (by_key_length, [
+            (X[:, :, :n], X, torch.randn(rows, 32), torch.randn(rows, 32)) for n in (1, 6, 4) for rows in (6, 9)
+        ]),
         (complex_rows, [
             (X[:, :n], torch.randint(0, 9, (2, n)), torch.randn(9, 16, dtype=torch.complex64)) for n in (6, 3, 1)
         ]),
@@ -325,6 +340,12 @@ def test_never_different(function, calls):
         for a, b in zip(expected, tensors(ours(*args)), strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(1, 6), (6, 4), (6, 6)])
+def test_different_lengths_with_longer_tables(lengths, launches):
+    q, k = (X[:, :, :n] for n in lengths)
+    check_equal(from_the_start, drop_in(from_the_start), (q, k, torch.randn(9, 32), torch.randn(9, 32)), {}, launches)
 
 
 def test_a_tensor_that_scales_is_refused():
