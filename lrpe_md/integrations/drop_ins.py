@@ -29,6 +29,7 @@ __all__ = ["drop_in"]
 _MOST_PLANS = 256  # per function; any further kinds of calls go to the original
 _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|value|queries|keys|values)(_\w+)?")
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
+_OFFSETS = re.compile(r"offset|start_pos|past")  # numbers of tokens before x
 _HEAD_DIM = 24  # head_dim of the first probes, which 2, 3 and 4 divide
 _EMPTY = inspect.Parameter.empty
 _MOST_ANSWERS = 4  # give up after this many kinds of arguments for which the function runs but is not a rotation
@@ -45,7 +46,9 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
             two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
             a module or bound method that reads cos and sin from its own tensors, which are then read at each call. We
             probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So
-            it must not change what it computes at some larger size, such as a scale from 4,096 tokens on.
+            it must not change what it computes at some larger size, such as a scale from 4,096 tokens on. A number
+            whose name contains ``offset``, ``start_pos`` or ``past`` is the row of the first token, if the probe
+            confirms it.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
@@ -81,7 +84,8 @@ class _Probed:
         self.names = tuple(p.name for p in parameters)
         self.defaults = tuple(p.default for p in parameters)
         self.num_positional = sum(p.kind != p.KEYWORD_ONLY for p in parameters)
-        self.offsets = frozenset(i for i, p in enumerate(parameters) if "offset" in p.name and type(p.default) is int)
+        numbers = [i for i, p in enumerate(parameters) if p.default is _EMPTY or type(p.default) is int]
+        self.offsets = frozenset(i for i in numbers if _OFFSETS.search(parameters[i].name))
         self.data: frozenset[int] = frozenset()
         self.owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
         held = {} if inspect.isclass(self.owner) else dict(getattr(self.owner, "__dict__", {}))
@@ -272,6 +276,8 @@ def _other_values(name: str) -> list[Any]:
         return [("list", 3, 4, 5), ("list", 3, 3, 3, 3)]
     if "dim" in name:
         return [1, 2, -1, -2]
+    if _OFFSETS.search(name):
+        return [0, ("integers", 1, torch.int64)]
     ids, coordinates = [("integers", n, torch.int64) for n in (2, 1)], ("integers", 3, torch.int64, 2)
     is_place = any(part in name for part in ("pos", "ids", "grid"))
     return [*ids, coordinates, ("tuple", *ids[:1] * 3)] if is_place else [None]

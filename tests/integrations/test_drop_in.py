@@ -227,6 +227,25 @@ def test_offsets_share_one_plan(launches):
     assert sum(("offset",) in key for key, _ in ours.probed.plans) == 1
 
 
+def from_start_pos(x, cos, sin, start_pos):
+    return rf.flash_attn(x, cos, sin, seqlen_offsets=start_pos)
+
+
+def after_past_length(x, cos, sin, past_length=0):
+    return rf.flash_attn(x, cos, sin, seqlen_offsets=past_length)
+
+
+@pytest.mark.parametrize("function", [from_start_pos, after_past_length])
+def test_other_names_of_an_offset(function, launches):
+    ours = drop_in(function)
+    x, cos, sin = torch.randn(2, 1, 4, 32), torch.randn(40, 16), torch.randn(40, 16)
+    for offset in (0, 1, 7, 39):
+        check_equal(function, ours, (x, cos, sin, offset), {}, launches)
+    assert sum(("offset",) in key for key, _ in ours.probed.plans) == 1
+    with pytest.raises(RuntimeError):  # beyond the tables, the original's error
+        ours(x, cos, sin, 40)
+
+
 def scaled_by_tensor(x, cos, sin, scale):
     return (x * cos + rf.quarter_turn(x) * sin) * scale
 
