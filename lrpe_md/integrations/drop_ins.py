@@ -94,6 +94,9 @@ class _Probed:
             held |= {**self.owner._buffers, **self.owner._parameters}
         tensors = {name: t for name, t in held.items() if isinstance(t, Tensor) and t.ndim > 1}
         self.own_tensors = tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
+        integers = [(n, t) for n, t in held.items() if isinstance(t, Tensor) and t.dtype in (torch.int32, torch.int64)]
+        self.counters = tuple(name for name, t in integers if t.numel() == 1 and not t.is_meta)
+        self.increment = 0  # added to the counters
         self.attributes: tuple[str, ...] = ()  # those of own_tensors that are tables
         self.plans: dict[Any, RotationPlan | Unlike] = {}
         self.key: tuple[Any, ...] = ()  # the first kind of arguments that worked
@@ -120,13 +123,30 @@ class _Probed:
         """Probe one kind of arguments, and store the plan."""
         try:
             plan: RotationPlan | Unlike = find_plan(self.call, key, relations, self.device)
+            if self.counters and not self.ignores_counters(key, relations, plan):
+                reason = "which would have to be read at each call; pass it as an argument"
+                raise Unlike(5, f"depends on an integer tensor of its object ({', '.join(self.counters)}), {reason}")
         except Unlike as e:
             plan = e.with_traceback(None)
         self.plans[key, relations] = plan
         return plan
 
+    def ignores_counters(self, key: tuple[Any, ...], relations: str, plan: RotationPlan) -> bool:
+        """Return whether the plan also holds after the counters change. Their values are not part of the key."""
+        self.increment = 1
+        try:
+            return find_plan(self.call, key, relations, self.device) == plan
+        except Unlike:
+            return False
+        finally:
+            self.increment = 0
+
     def call(self, values: list[Any], tensors: list[Tensor]) -> Any:
-        """Call the original on a copy of its object with the given tensors."""
+        """Call the original on a copy of its object with the given tensors.
+
+        Raises:
+            Unlike: if the call changes a setting of the object.
+        """
         args, names = values[: self.num_positional], self.names[self.num_positional :]
         kwargs = dict(zip(names, values[self.num_positional :], strict=True))
         if self.owner is None:
@@ -134,12 +154,17 @@ class _Probed:
         replaced = copy.copy(self.owner)
         if hasattr(replaced, "__dict__"):  # the function must not modify the original object
             vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
-        for name, t in zip(self.attributes, tensors, strict=True):
+        counters = [(name, getattr(self.owner, name) + self.increment) for name in self.counters]
+        for name, t in (*zip(self.attributes, tensors, strict=True), *[(name, t.clone()) for name, t in counters]):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
             (vars(replaced) if group is None else vars(replaced)[group])[name] = t
         is_module = isinstance(self.function, nn.Module)
         unbound = type(self.function).forward if is_module else self.function.__func__  # pyright: ignore[reportFunctionMemberAccess]
-        return unbound(replaced, *args, **kwargs)
+        out = unbound(replaced, *args, **kwargs)
+        for name, value in (*[(name, getattr(self.owner, name)) for name in self.settings], *counters):
+            if getattr(replaced, name) != value:  # the replacement would not change it
+                raise Unlike(3, f"changes the attribute {name} of its object at each call")
+        return out
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the arguments in parameter order, or None if the function does not accept the call."""

@@ -492,6 +492,41 @@ def test_a_probe_leaves_nothing_in_an_object():
     assert (owner.seen, owner.sizes, owner.last) == ([], {}, None)
 
 
+class Counting(nn.Module):
+    """Module that rotates from the row ``start`` on. It can continue there at the next call."""
+
+    def __init__(self, start, counts):
+        super().__init__()
+        self.cos, self.sin, self.start, self.counts = torch.randn(40, D), torch.randn(40, D), start, counts
+
+    def forward(self, x):
+        rows = self.start + torch.arange(x.shape[-2])
+        if self.counts == "in place":
+            self.start += x.shape[-2]
+        elif self.counts:
+            self.start = self.start + x.shape[-2]
+        return x * self.cos[rows] + rf.quarter_turn(x) * self.sin[rows]
+
+
+@pytest.mark.parametrize("counts", [True, "in place"])
+@pytest.mark.parametrize("start", [0, torch.tensor(0)])
+def test_an_object_that_counts_tokens_is_refused(start, counts):
+    module = Counting(copy.copy(start), counts)
+    with pytest.raises(TypeError, match="Counting, which changes the attribute start of its object"):
+        drop_in(module)
+    assert module.start == 0
+
+
+def test_the_first_row_may_change(launches):
+    """A number is read at each call. A tensor would have to be read from the GPU, so the function is refused."""
+    module, x = Counting(0, False), torch.randn(2, 3, 5, D)
+    ours = drop_in(module)
+    for module.start in (0, 3, 0):
+        torch.testing.assert_close(ours(x), module(x))
+    with pytest.raises(TypeError, match=r"Counting, which depends on an integer tensor of its object \(start\)"):
+        drop_in(Counting(torch.tensor(0), False))
+
+
 def test_functions_for_gpus_alone_are_probed_there(monkeypatch, launches):
     """Here the other device is the CPU under another name."""
     call = _Probed.call
