@@ -35,8 +35,8 @@ def generate(
     Args:
         prompt: tokens (B, N) with N > 0. Use :func:`left_pad` for prompts with different lengths.
         temperature, top_p, generator: see :func:`sample`.
-        padding: number of padding tokens (B,) at the start of each prompt, from 0 to N. The values are not checked,
-            because checking would force a synchronisation with the GPU.
+        padding: number of padding tokens (B,) at the start of each prompt, from 0 to N. With a model on a GPU, the
+            values are not checked, because that would force a synchronisation.
         cuda_graph: whether to replay decoding steps as a CUDA graph. None uses a graph on a GPU only.
 
     Raises:
@@ -89,7 +89,7 @@ class Decoder:
 
         Raises:
             ValueError: if there are no tokens, the batch size differs, the dtype is not an integer, or tokens on the
-                CPU are not in the vocabulary.
+                CPU are not in the vocabulary, or if the padding is longer than the prompts (with a model on the CPU).
             IndexError: if a cache with softmax attention has no room for the tokens.
         """
         check_tokens("prompt", prompt, len(self.token))
@@ -121,13 +121,19 @@ class Decoder:
         return self.logits
 
     def _check_values(self, prompt: Tensor) -> None:
-        """Check that the tokens are in the vocabulary. On a GPU, this would force a synchronisation."""
+        """Check the tokens and the padding on the CPU. On a GPU, this would force a synchronisation."""
         size = self.model.config.vocab_size
         if prompt.device.type == "cpu" and not 0 <= prompt.min() <= prompt.max() < size:
             least, most = prompt.min().item(), prompt.max().item()
             raise ValueError(
                 f"prompt: expected tokens from 0 to {size - 1}, got values from {least} to {most}. To encode a "
                 "string as bytes, pass torch.tensor([list(text.encode())])"
+            )
+        padding, length = self.cache.padding, prompt.shape[1]
+        if padding.device.type == "cpu" and not 0 <= padding.min() <= padding.max() <= length:
+            raise ValueError(
+                f"padding: expected from 0 to {length} tokens, the length of the prompts, got {padding.tolist()}; pass "
+                "the result of left_pad"
             )
 
     def _take_room(self, length: int, number: int) -> None:

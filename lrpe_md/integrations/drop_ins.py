@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from ..engine.core.call import Impl
 from .norms import is_plain_module
 from .plans import EQUAL, MORE, PreparedCall, RotationPlan, Unlike, describe, prepare, run_prepared
-from .probing import find_plan, quietly
+from .probing import find_plan, get_forward, quietly
 
 __all__ = ["drop_in"]
 
 _MOST_PLANS = 256  # per function; any further kinds of calls go to the original
 _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|value|queries|keys|values)(_\w+)?")
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
+_OFFSETS = re.compile(r"offset|start_pos|past")  # numbers of tokens before x
 _HEAD_DIM = 24  # head_dim of the first probes, which 2, 3 and 4 divide
 _EMPTY = inspect.Parameter.empty
 _MOST_ANSWERS = 4  # give up after this many kinds of arguments for which the function runs but is not a rotation
@@ -44,7 +45,10 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
         function: function that rotates x, or q and k, by tables in any common layout. The tables can be cos and sin (as
             two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
             a module or bound method that reads cos and sin from its own tensors, which are then read at each call. We
-            probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors.
+            probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So
+            it must not change what it computes at some larger size, such as a scale from 4,096 tokens on. A number
+            whose name contains ``offset``, ``start_pos`` or ``past`` is the row of the first token, if the probe
+            confirms it.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
@@ -80,7 +84,8 @@ class _Probed:
         self.names = tuple(p.name for p in parameters)
         self.defaults = tuple(p.default for p in parameters)
         self.num_positional = sum(p.kind != p.KEYWORD_ONLY for p in parameters)
-        self.offsets = frozenset(i for i, p in enumerate(parameters) if "offset" in p.name and type(p.default) is int)
+        numbers = [i for i, p in enumerate(parameters) if p.default is _EMPTY or type(p.default) is int]
+        self.offsets = frozenset(i for i in numbers if _OFFSETS.search(parameters[i].name))
         self.data: frozenset[int] = frozenset()
         self.owner = getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
         held = {} if inspect.isclass(self.owner) else dict(getattr(self.owner, "__dict__", {}))
@@ -89,6 +94,9 @@ class _Probed:
             held |= {**self.owner._buffers, **self.owner._parameters}
         tensors = {name: t for name, t in held.items() if isinstance(t, Tensor) and t.ndim > 1}
         self.own_tensors = tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
+        integers = [(n, t) for n, t in held.items() if isinstance(t, Tensor) and t.dtype in (torch.int32, torch.int64)]
+        self.counters = tuple(name for name, t in integers if t.numel() == 1 and not t.is_meta)
+        self.increment = 0  # added to the counters
         self.attributes: tuple[str, ...] = ()  # those of own_tensors that are tables
         self.plans: dict[Any, RotationPlan | Unlike] = {}
         self.key: tuple[Any, ...] = ()  # the first kind of arguments that worked
@@ -115,13 +123,30 @@ class _Probed:
         """Probe one kind of arguments, and store the plan."""
         try:
             plan: RotationPlan | Unlike = find_plan(self.call, key, relations, self.device)
+            if self.counters and not self.ignores_counters(key, relations, plan):
+                reason = "which would have to be read at each call; pass it as an argument"
+                raise Unlike(5, f"depends on an integer tensor of its object ({', '.join(self.counters)}), {reason}")
         except Unlike as e:
             plan = e.with_traceback(None)
         self.plans[key, relations] = plan
         return plan
 
+    def ignores_counters(self, key: tuple[Any, ...], relations: str, plan: RotationPlan) -> bool:
+        """Return whether the plan also holds after the counters change. Their values are not part of the key."""
+        self.increment = 1
+        try:
+            return find_plan(self.call, key, relations, self.device) == plan
+        except Unlike:
+            return False
+        finally:
+            self.increment = 0
+
     def call(self, values: list[Any], tensors: list[Tensor]) -> Any:
-        """Call the original on a copy of its object with the given tensors."""
+        """Call the original on a copy of its object with the given tensors.
+
+        Raises:
+            Unlike: if the call changes a setting of the object.
+        """
         args, names = values[: self.num_positional], self.names[self.num_positional :]
         kwargs = dict(zip(names, values[self.num_positional :], strict=True))
         if self.owner is None:
@@ -129,12 +154,17 @@ class _Probed:
         replaced = copy.copy(self.owner)
         if hasattr(replaced, "__dict__"):  # the function must not modify the original object
             vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
-        for name, t in zip(self.attributes, tensors, strict=True):
+        counters = [(name, getattr(self.owner, name) + self.increment) for name in self.counters]
+        for name, t in (*zip(self.attributes, tensors, strict=True), *[(name, t.clone()) for name, t in counters]):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
             (vars(replaced) if group is None else vars(replaced)[group])[name] = t
         is_module = isinstance(self.function, nn.Module)
         unbound = type(self.function).forward if is_module else self.function.__func__  # pyright: ignore[reportFunctionMemberAccess]
-        return unbound(replaced, *args, **kwargs)
+        out = unbound(replaced, *args, **kwargs)
+        for name, value in (*[(name, getattr(self.owner, name)) for name in self.settings], *counters):
+            if getattr(replaced, name) != value:  # the replacement would not change it
+                raise Unlike(3, f"changes the attribute {name} of its object at each call")
+        return out
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the arguments in parameter order, or None if the function does not accept the call."""
@@ -211,14 +241,10 @@ def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
     return failure
 
 
-def _get_forward(function: Any) -> Callable[..., Any]:
-    return function.forward if isinstance(function, nn.Module) else function
-
-
 def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tuple[_Probed, Iterator[tuple[Any, ...]]]]:
     """Yield candidates for the parameters to rotate and the kinds of arguments. Likely names come first."""
     try:
-        parameters = list(inspect.signature(_get_forward(function)).parameters.values())
+        parameters = list(inspect.signature(get_forward(function)).parameters.values())
     except (TypeError, ValueError) as e:
         raise TypeError(f"function: expected a function or a module, got {function!r}: {e}") from e
     parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -275,6 +301,8 @@ def _other_values(name: str) -> list[Any]:
         return [("list", 3, 4, 5), ("list", 3, 3, 3, 3)]
     if "dim" in name:
         return [1, 2, -1, -2]
+    if _OFFSETS.search(name):
+        return [0, ("integers", 1, torch.int64)]
     ids, coordinates = [("integers", n, torch.int64) for n in (2, 1)], ("integers", 3, torch.int64, 2)
     is_place = any(part in name for part in ("pos", "ids", "grid"))
     return [*ids, coordinates, ("tuple", *ids[:1] * 3)] if is_place else [None]
@@ -305,6 +333,6 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
         out = run_prepared(recipe, xs, leaves, impl)
         return function(*args, **kwargs) if out is None else out
 
-    functools.update_wrapper(replacement, _get_forward(function), updated=())
+    functools.update_wrapper(replacement, get_forward(function), updated=())
     replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]
     return replacement

@@ -94,6 +94,8 @@ class RotationPlan(NamedTuple):
             slices.
         form: type of the output, "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
         broadcast_axes: axes of x along which a table may have a single row for all tokens.
+        same_lengths: whether all x with the same relation must have equally many tokens, because the rows that rotate
+            one x depend on the length of another.
         required_sizes: dimensions that must have a specific size, as (leaf, dimension, axis of x with this size). A
             negative third number is minus the size.
         grids: with this instead of turns, the leaves that hold sizes (B, 3) and a complex table (L, D/2). See
@@ -106,6 +108,7 @@ class RotationPlan(NamedTuple):
     form: tuple[str, tuple[bool, ...]]
     dtypes: tuple[torch.dtype, ...]
     broadcast_axes: tuple[int, ...] = ()
+    same_lengths: bool = False
     required_sizes: tuple[tuple[int, int, int], ...] = ()
     detach_tables: bool = False
     ignores_autocast: bool = True
@@ -216,6 +219,11 @@ def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: 
         prefix = -spare if spare < 0 and turn.rows == "end" else 0
         viewed = tuple(1 if a < 0 else sizes[a] for a in turn.axes)
         sides.append(_Side(viewed, kept, num_tokens if is_one_row and num_tokens != 1 else 0, prefix))
+    if plan.same_lengths and relations == plan.relations:
+        lengths: dict[str, int] = {}  # compared without a set, which would make dynamic sizes constant
+        for relation, side in zip(relations, sides, strict=True):
+            if lengths.setdefault(relation, side.sizes[-1]) != side.sizes[-1]:
+                return None
     launches: list[int] = []
     while (i := sum(launches)) < len(sides):
         launches.append(1)

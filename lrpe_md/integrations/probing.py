@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .plans import (
     EQUAL,
@@ -34,7 +34,9 @@ from .plans import (
     run_prepared,
 )
 
-__all__ = ["Probe", "are_close", "find_plan", "firsts", "layouts", "name_pairs", "quietly", "read_pairs"]
+__all__ = [
+    "Probe", "are_close", "find_plan", "firsts", "get_forward", "layouts", "name_pairs", "quietly", "read_pairs",
+]  # fmt: skip
 
 _AXES: dict[int, tuple[int, ...]] = {1: (5,), 2: (3, 5), 3: (2, 3, 5)}  # sizes of x's axes in the first probe
 _OTHERS: dict[int, list[tuple[int, ...]]] = {
@@ -77,6 +79,11 @@ def quietly(function: Callable[[], Any]) -> Any:
 
 
 # --- a function, and tensors for it ---------------------------------------------------------------------------------
+
+
+def get_forward(function: Any) -> Callable[..., Any]:
+    """Return the function that has the signature: the ``forward`` of a module, or the function itself."""
+    return function.forward if isinstance(function, nn.Module) else function
 
 
 def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
@@ -175,8 +182,17 @@ class LeafShapes(NamedTuple):
     token: int
     rows: int | None = None
 
-    def shapes(self, axes: tuple[int, ...], one_row: int | None = None, more_heads: int | None = None) -> Shapes:
-        """Return shapes with a single row along ``one_row``. The first x is twice as long along ``more_heads``."""
+    def shapes(
+        self,
+        axes: tuple[int, ...],
+        one_row: int | None = None,
+        more_heads: int | None = None,
+        shorter: int | None = None,
+    ) -> Shapes:
+        """Return shapes with a single row along ``one_row``.
+
+        The first x is twice as long along ``more_heads``. The x with index ``shorter`` has one token less.
+        """
         table, xs = [*axes], [[*axes] for _ in self.relations]
         tokens = axes[self.token]
         rows = table[self.token] = self.rows or tokens + (0 if set(self.relations) == {EQUAL} else 2 + tokens % 2)
@@ -187,6 +203,8 @@ class LeafShapes(NamedTuple):
             table[one_row] = 1
         if more_heads is not None:
             xs[0][more_heads] *= 2
+        if shorter is not None:
+            xs[shorter][self.token] -= 1
         return xs, [[table[a] if a >= 0 else -a for a in labels] for labels in self.labels]
 
 
@@ -542,6 +560,7 @@ def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
         with suppress(Unlike):
             inputs = probe.inputs(layout.shapes(axes, one_row=axis), 2)
             plan = candidate if compare(probe, candidate, inputs) else plan
+    plan = plan._replace(same_lengths=needs_same_lengths(probe, plan, layout))
     return complete(probe, plan, *probe.inputs(shapes, 3))
 
 
@@ -563,6 +582,19 @@ def make_grid_plan(probe: Probe) -> RotationPlan:
         if not is_equal:
             raise refusal
     return complete(probe, plan, *inputs)
+
+
+def needs_same_lengths(probe: Probe, plan: RotationPlan, layout: LeafShapes) -> bool:
+    """Return whether the plan only holds if all x with the same relation have equally many tokens."""
+    for i, relation in enumerate(layout.relations):
+        if relation != EQUAL and layout.relations.count(relation) > 1:
+            shapes = layout.shapes(probe.axes, shorter=i)
+            is_equal = False
+            with suppress(Unlike):
+                is_equal = shapes[0][i][layout.token] > 0 and compare(probe, plan, probe.inputs(shapes, 2))
+            if not is_equal:
+                return True
+    return False
 
 
 def find_required_sizes(probe: Probe, plan: RotationPlan, layout: LeafShapes) -> tuple[tuple[int, int, int], ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..functional import cosine, rotate
 from ..positions.grid import Grid
 from .plans import Unlike
-from .probing import Probe, firsts, name_pairs, quietly, read_pairs
+from .probing import Probe, firsts, get_forward, name_pairs, quietly, read_pairs
 
 __all__ = ["Arguments", "Recognised", "recognise"]
 
@@ -48,7 +48,8 @@ class Recognised:
             axes.
         axis_order: "major_first" if the slowest axis has the first channels, "minor_first" if the fastest axis has
             them, or None for any other order.
-        bases: base of the geometric series of each axis, or None if the series is not geometric.
+        bases: base of the geometric series of each axis, or None if the series is not geometric. If its first frequency
+            is not 1, the printed call ends with this factor.
         error: largest difference from the function, for x with a standard deviation of 1.
     """
 
@@ -117,13 +118,13 @@ def _swap_heads_and_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
         out = function(*(x.transpose(1, 2) for x in xs))
         return out.transpose(1, 2) if isinstance(out, Tensor) else tuple(y.transpose(1, 2) for y in out)
 
-    swapped.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    swapped.__signature__ = inspect.signature(get_forward(function))  # type: ignore[attr-defined]
     return swapped
 
 
 def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...], device: str) -> Recognised:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(get_forward(function)).parameters.values()
     except (TypeError, ValueError) as e:  # a built-in function
         raise TypeError(f"function: expected a Python function or a module, got {function!r}: {e}") from e
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -243,12 +244,12 @@ def _describe(omega: Tensor, unit: str) -> tuple[tuple[int | None, ...], str | N
     known = [a for a in axes if a is not None]
     orders = {"major_first": sorted(known), "minor_first": sorted(known, reverse=True)}
     order = next((name for name, each in orders.items() if each == known and len(set(known)) > 1), None)
-    bases = tuple(_find_base(omega[0, [a == axis for a in axes], axis].abs()) for axis in range(omega.shape[-1]))
-    text = [
-        f"axis {axis}: {axes.count(axis)} {unit}" + (f", base {base:g}" if base else "")
-        for axis, base in enumerate(bases)
-        if axis in axes
-    ]
+    series = [omega[0, [a == axis for a in axes], axis].abs() for axis in range(omega.shape[-1])]
+    bases, text = tuple(map(_find_base, series)), []
+    for axis, (base, values) in enumerate(zip(bases, series, strict=True)):
+        if axis in axes:
+            scale = f", scaled by {values[0]:.4g}" if base and abs(values[0] - 1) > 1e-4 else ""
+            text.append(f"axis {axis}: {len(values)} {unit}" + (f", base {base:g}{scale}" if base else ""))
     return axes, order, bases, "; ".join(text)
 
 

@@ -227,6 +227,25 @@ def test_offsets_share_one_plan(launches):
     assert sum(("offset",) in key for key, _ in ours.probed.plans) == 1
 
 
+def from_start_pos(x, cos, sin, start_pos):
+    return rf.flash_attn(x, cos, sin, seqlen_offsets=start_pos)
+
+
+def after_past_length(x, cos, sin, past_length=0):
+    return rf.flash_attn(x, cos, sin, seqlen_offsets=past_length)
+
+
+@pytest.mark.parametrize("function", [from_start_pos, after_past_length])
+def test_other_names_of_an_offset(function, launches):
+    ours = drop_in(function)
+    x, cos, sin = torch.randn(2, 1, 4, 32), torch.randn(40, 16), torch.randn(40, 16)
+    for offset in (0, 1, 7, 39):
+        check_equal(function, ours, (x, cos, sin, offset), {}, launches)
+    assert sum(("offset",) in key for key, _ in ours.probed.plans) == 1
+    with pytest.raises(RuntimeError):  # beyond the tables, the original's error
+        ours(x, cos, sin, 40)
+
+
 def scaled_by_tensor(x, cos, sin, scale):
     return (x * cos + rf.quarter_turn(x) * sin) * scale
 
@@ -274,6 +293,18 @@ def from_the_third_row(x, cos, sin):
     return x * cos[start : start + tokens] + rf.quarter_turn(x) * sin[start : start + tokens]
 
 
+def by_key_length(q, k, cos, sin):
+    """Give q the last positions of k, with longer tables, as when decoding with a cache of unrotated keys."""
+    end, start = k.shape[-2], k.shape[-2] - q.shape[-2]
+    q = q * cos[start:end] + rf.quarter_turn(q) * sin[start:end]
+    return q, k * cos[:end] + rf.quarter_turn(k) * sin[:end]
+
+
+def from_the_start(q, k, cos, sin):
+    """Rotate q and k by the first rows of longer tables, each by its own length."""
+    return tuple(x * cos[: x.shape[-2]] + rf.quarter_turn(x) * sin[: x.shape[-2]] for x in (q, k))
+
+
 def after_two_tokens(x, cos, sin):
     """Leave at most two tokens unrotated at the start, although the tables may lack rows for more tokens."""
     start = min(2, x.shape[-2] - len(cos))
@@ -304,6 +335,9 @@ X, COS, SIN = torch.randn(2, 6, 6, 32), torch.randn(6, 32), torch.randn(6, 32)
         (one_row, [(X, COS, SIN), (X, COS[:1], SIN[:1]), (X, COS[:, None], SIN[:, None])]),
         (from_the_third_row, [(X, torch.randn(n, 32), torch.randn(n, 32)) for n in (6, 7, 8, 9, 11)]),
         (after_two_tokens, [(X, torch.randn(n, 32), torch.randn(n, 32)) for n in (6, 5, 4, 3, 1)]),
+        (by_key_length, [
+            (X[:, :, :n], X, torch.randn(rows, 32), torch.randn(rows, 32)) for n in (1, 6, 4) for rows in (6, 9)
+        ]),
         (complex_rows, [
             (X[:, :n], torch.randint(0, 9, (2, n)), torch.randn(9, 16, dtype=torch.complex64)) for n in (6, 3, 1)
         ]),
@@ -325,6 +359,12 @@ def test_never_different(function, calls):
         for a, b in zip(expected, tensors(ours(*args)), strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(1, 6), (6, 4), (6, 6)])
+def test_different_lengths_with_longer_tables(lengths, launches):
+    q, k = (X[:, :, :n] for n in lengths)
+    check_equal(from_the_start, drop_in(from_the_start), (q, k, torch.randn(9, 32), torch.randn(9, 32)), {}, launches)
 
 
 def test_a_tensor_that_scales_is_refused():
@@ -450,6 +490,41 @@ def test_a_probe_leaves_nothing_in_an_object():
     owner = Storing()
     drop_in(owner.turn)
     assert (owner.seen, owner.sizes, owner.last) == ([], {}, None)
+
+
+class Counting(nn.Module):
+    """Module that rotates from the row ``start`` on. It can continue there at the next call."""
+
+    def __init__(self, start, counts):
+        super().__init__()
+        self.cos, self.sin, self.start, self.counts = torch.randn(40, D), torch.randn(40, D), start, counts
+
+    def forward(self, x):
+        rows = self.start + torch.arange(x.shape[-2])
+        if self.counts == "in place":
+            self.start += x.shape[-2]
+        elif self.counts:
+            self.start = self.start + x.shape[-2]
+        return x * self.cos[rows] + rf.quarter_turn(x) * self.sin[rows]
+
+
+@pytest.mark.parametrize("counts", [True, "in place"])
+@pytest.mark.parametrize("start", [0, torch.tensor(0)])
+def test_an_object_that_counts_tokens_is_refused(start, counts):
+    module = Counting(copy.copy(start), counts)
+    with pytest.raises(TypeError, match="Counting, which changes the attribute start of its object"):
+        drop_in(module)
+    assert module.start == 0
+
+
+def test_the_first_row_may_change(launches):
+    """A number is read at each call. A tensor would have to be read from the GPU, so the function is refused."""
+    module, x = Counting(0, False), torch.randn(2, 3, 5, D)
+    ours = drop_in(module)
+    for module.start in (0, 3, 0):
+        torch.testing.assert_close(ours(x), module(x))
+    with pytest.raises(TypeError, match=r"Counting, which depends on an integer tensor of its object \(start\)"):
+        drop_in(Counting(torch.tensor(0), False))
 
 
 def test_functions_for_gpus_alone_are_probed_there(monkeypatch, launches):

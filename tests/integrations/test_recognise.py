@@ -189,8 +189,17 @@ def test_high_frequencies_are_equal_on_the_grid():
 def test_printed():
     found = recognise(with_prefix, head_dim=D, shape=SHAPE, prefix=5)
     expected = "rotate(x, omega=<(1, 16, 2)>, positions=Grid((5, 7), prefix=5, shift=(-2.0, -3.0)), pairs='half')"
-    note = "axis 0: 8 pairs, base 100; axis 1: 8 pairs, base 100"
+    note = "axis 0: 8 pairs, base 100, scaled by 2.513; axis 1: 8 pairs, base 100, scaled by 1.795"
     assert str(found) == str(found.arguments) == f"{expected}  # {note}"
+    assert str(recognise(llama, head_dim=D, shape=20)).endswith("# axis 0: 16 pairs, base 10000")
+
+
+def test_a_module_of_q_and_k():
+    class Rotary(torch.nn.Module):
+        def forward(self, q, k, scale=1.0):
+            return turn(q, LLAMA * scale), turn(k, LLAMA * scale)
+
+    assert str(recognise(Rotary(), head_dim=D, shape=20)) == str(recognise(llama, head_dim=D, shape=20))
 
 
 def test_presets_are_recognised():

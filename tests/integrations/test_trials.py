@@ -239,6 +239,9 @@ def test_the_command(capsys, tmp_path):
     )
     assert command.main(["no_such_model"]) == 2
     assert "expected a configuration, or a model from timm.list_models()" in capsys.readouterr().err
+    for place in (tmp_path / "none" / "config.json", "owner/config.json"):
+        assert command.main([str(place)]) == 2
+        assert capsys.readouterr().err == f"{place}: expected a configuration, found no such file\n"
     for name, content, found in (("text.txt", "To be", "another kind of file"), ("list.json", "[1]", "list")):
         (tmp_path / name).write_text(content)
         assert command.main([str(tmp_path / name)]) == 2

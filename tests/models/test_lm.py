@@ -418,6 +418,10 @@ def test_errors() -> None:
         r"padding: expected an integer tensor of shape \(2,\)": lambda: generate(
             model, tokens, 2, padding=torch.zeros(3).long()
         ),
+        r"padding: expected from 0 to 3 tokens, the length of the prompts, got \[4, 0\]; pass": lambda: generate(
+            model, tokens, 2, padding=torch.tensor([4, 0])
+        ),
+        r"padding: .* got \[0, -1\]; pass": lambda: generate(model, tokens, 2, padding=torch.tensor([0, -1])),
         r"prompt: expected tokens from 0 to .*, got values from 3 to 300\. To": lambda: generate(
             model, torch.tensor([[3, 300]]), 2
         ),
