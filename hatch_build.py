@@ -1,7 +1,7 @@
 """Build hooks: models and scripts in the wheel, an editable install with types, and a long description without paths.
 
-A wheel has models and scripts as lrpe_md.models and lrpe_md.scripts, without the benchmarks and the developers'
-programs. An editable install has none of them: ``lrpe_md`` finds them where they are.
+A wheel contains models and scripts as lrpe_md.models and lrpe_md.scripts, without benchmarks and developer tools. An
+editable install contains neither, because ``lrpe_md`` finds them in the checkout.
 """
 
 import re
@@ -24,17 +24,17 @@ class Hook(BuildHookInterface):
         if version == "editable":
             link_package(root)
             return
-        # Programs alone: nothing reads scripts/results when it runs.
+        # Only Python files, because no program reads scripts/results when it runs.
         files = [path.relative_to(root) for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
         files = [path for path in files if path.parts[1] not in CHECKOUT_ONLY]
         build_data["force_include"].update({str(path): str("lrpe_md" / path) for path in files})
 
 
 def link_package(root: Path) -> None:
-    """Make a folder with a link to lrpe_md alone, for the import path of an editable install.
+    """Create a folder that contains only a link to lrpe_md, for the import path of an editable install.
 
-    The folder is on the path instead of the root, from which models, scripts and tests could be imported as well. Type
-    checkers follow it, unlike an import hook.
+    With the repository's root on the path instead, models, scripts and tests would be importable as well. Unlike an
+    import hook, type checkers follow this link.
     """
     link = root / EDITABLE / "lrpe_md"
     link.parent.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ class ReadmeHook(MetadataHookInterface):
 
 
 def drop_paths(text: str) -> str:
-    """Return a README without what only a checkout has: pictures, and links to files, of which the text stays."""
+    """Remove pictures from a README, and replace links to files with their text, because both need a checkout."""
     return PATHS.sub(r"\1", PICTURES.sub("", text))
 
 

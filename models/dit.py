@@ -459,7 +459,7 @@ class DiT(nn.Module):
         encoded = text if isinstance(text, Text) else self.text_encoder(text)
         if not isinstance(encoded, Text):
             raise TypeError(
-                "text_encoder: expected an encoder that returns a lrpe_md.models.text.Text(features, mask, pooled), "
+                "text_encoder: expected an encoder that returns an lrpe_md.models.text.Text(features, mask, pooled), "
                 f"got {type(encoded).__name__}; for a transformers model, use PretrainedEncoder"
             )
         for name, value, width in (

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> list[int]:
         except (FileNotFoundError, ValueError, VideoError) as error:
             parser.error(f"--run {args.run}, --video {args.video}: {error}")
         if model.causal is None:
-            parser.error(f"--run {args.run}: expected a model that streams; train it with --causal")
+            parser.error(f"--run {args.run}: expected a streaming model; train it with --causal")
 
     device, tubelet = "cuda" if torch.cuda.is_available() else "cpu", model.patch_embed.patch_size[0]
     model, state, sizes = model.to(device), None, []

@@ -16,7 +16,7 @@ This folder uses these words:
 - block: the tokens of a tile.
 - part: the rows of a group that one program processes. In causal linear attention, the tokens of a piece for which one
   program computes a state.
-- piece: consecutive tokens that one program of linear attention processes. The documentation calls it a chunk.
+- piece: consecutive tokens that one linear attention program processes. The documentation calls it a chunk.
 - slot: the tokens of linear attention that read the same state, such as a block or a packed sequence.
 - walk: a program's loop over blocks and rows.
 - plan: division of the work among programs (each operator has a ``plan.py``).

@@ -300,7 +300,7 @@ def check_memory(memory: Any, kinds: Sequence[str]) -> None:
     """Check that ``memory`` is a Memory, and that the model has linear attention."""
     if memory is not None and not isinstance(memory, Memory):
         raise TypeError(
-            f"memory: expected a lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=..., decay=...)"
+            f"memory: expected an lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=..., decay=...)"
         )
     if memory is not None and "linear" not in kinds:
         raise ValueError(f"memory: expected None without linear attention, got {memory}; use attention='linear'")

@@ -362,8 +362,8 @@ class EncodingStack:
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
         """Check that a preset can place images (2 axes) or videos (3 axes) in row-major order.
 
-        ``preset_axes`` is the exact number of axes that is required. None allows more, because an image is a video of
-        one frame.
+        ``preset_axes`` is the exact number of axes that is required. If it is None, presets for videos also accept
+        images, which are videos of one frame.
         """
         made = self.preset
         if made is None:
@@ -462,7 +462,7 @@ class EncodingStack:
         return names
 
     def locate(self, positions: Any) -> Any:
-        """Apply :meth:`FrequencyModule.set_places` to a grid. Call this once per forward, not in every layer."""
+        """Apply :meth:`FrequencyModule.set_places` to a grid. Call this once per forward pass, not in every layer."""
         first = self.distinct[0] if self.distinct else None
         if not isinstance(first, FrequencyModule) or not first.moved:
             return positions

@@ -3,9 +3,9 @@
 Weights and their names are the same as in timm. The state_dict has additional keys only for learned frequencies
 (``encoding.*``) and decays (``*.decay.logit``). ``lrpe_md.models.vit`` registers new models with timm.
 
-The backbone owns the encoding, computes the positions once per forward, and passes both to its blocks. timm's blocks
-pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the mask. A
-forward stores no state on a module, so that activation checkpointing recomputes with the right positions.
+The backbone owns the encoding, computes the positions once per forward pass, and passes both to its blocks. timm's
+blocks pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the
+mask. A forward pass stores no state on a module, so that activation checkpointing recomputes with the right positions.
 
 Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
 """

@@ -507,7 +507,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
     if not isinstance(name, str) or not name:
         raise TypeError(f"name: expected a non-empty string, got {name!r}")
     if not isinstance(scheme, Scheme):
-        raise TypeError(f"scheme: expected a lrpe_md.Scheme, got {type(scheme).__name__}")
+        raise TypeError(f"scheme: expected an lrpe_md.Scheme, got {type(scheme).__name__}")
     if name in SCHEMES or name in RESERVED:
         raise ValueError(f"name: expected a name that is not a published preset or an encoding, got {name!r}")
     if name in REGISTERED and not overwrite:
@@ -526,7 +526,7 @@ def find_scheme(scheme: str | Scheme) -> tuple[str, Scheme]:
         found = repr(scheme) if isinstance(scheme, str) else type(scheme).__name__
         is_module = found in ("'rotate'", "'cosine'", "'mixed'")
         hint = f"; for {found}, use RotateMd or CosineMd" if is_module else suggest(scheme, known)
-        raise ValueError(f"name: expected one of list_presets(), or a lrpe_md.Scheme, got {found}{hint}")
+        raise ValueError(f"name: expected one of list_presets(), or an lrpe_md.Scheme, got {found}{hint}")
     return scheme, known[scheme]
 
 

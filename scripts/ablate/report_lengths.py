@@ -67,7 +67,7 @@ def _differences(whole: Any, baseline: str, lengths: list[int]) -> list[str]:
 
 
 def describe_evaluation(results: pd.DataFrame, limit: int, lengths: list[int]) -> str:
-    """Say on how many bytes each length is evaluated. Results of earlier versions only contain the limit."""
+    """State how many bytes each length is evaluated on. Results of earlier versions only contain the limit."""
     num_bytes = int(results["test_bytes"].max()) if "test_bytes" in results else limit
     found = [length * count_windows(length, num_bytes) for length in lengths]
     if len(set(found)) == 1:

@@ -173,7 +173,7 @@ def test_timm_models_become_hybrids():
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=message):
             adapt(model, "rotate", **options)
-    with pytest.raises(TypeError, match=r"memory: expected a lrpe_md.Memory or None, got str; pass Memory\("):
+    with pytest.raises(TypeError, match=r"memory: expected an lrpe_md.Memory or None, got str; pass Memory\("):
         adapt(model, "rotate", attention="linear", memory="delta")
     dropping = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=4, attn_drop_rate=0.1)
     adapt(dropping, "rotate")

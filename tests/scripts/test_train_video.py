@@ -337,7 +337,7 @@ def test_invalid_options(footage, tmp_path):
     for name in ("none", "videorope"):
         said = refused("--reference", "4x8", "--encoding", name, "--heads", "3")
         assert f"--encoding {name} has no grid positions to map" in said
-    said = "--reference 6x8: expected 4 frames, the --frames, because a model that streams can't rescale time, got 6; "
+    said = "--reference 6x8: expected the 4 frames of --frames, because a streaming model can't rescale time, got 6; "
     assert f"{said}pass --reference 4x8" in refused("--reference", "6x8", "--causal")
     assert "expected a multiple of 3" in refused("--accumulate", "3")
     assert "no such file" in refused("--data", str(tmp_path / "nothing.mp4"))

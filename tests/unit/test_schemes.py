@@ -91,7 +91,7 @@ def test_invalid_registrations():
     for name in ("", 3):
         with pytest.raises(TypeError, match="name: expected a non-empty string"):
             register_scheme(name, OWN)
-    with pytest.raises(TypeError, match=r"scheme: expected a lrpe_md.Scheme, got Axial"):
+    with pytest.raises(TypeError, match=r"scheme: expected an lrpe_md.Scheme, got Axial"):
         register_scheme("ours", OWN.frequencies)
     with pytest.raises(ValueError, match="head_dim: ours doesn't support 14"):
         register_scheme("ours", replace(OWN, head_dim=14))

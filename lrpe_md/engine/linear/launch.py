@@ -1,4 +1,4 @@
-"""Launch the kernels of linear attention. Variants and arguments are derived from shapes and strides."""
+"""Launch the linear attention kernels. Variants and arguments are derived from shapes and strides."""
 
 from __future__ import annotations
 

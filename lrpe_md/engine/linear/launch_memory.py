@@ -1,4 +1,4 @@
-"""Launch the kernels of linear attention with decay, the delta rule or both directions.
+"""Launch the kernels for linear attention with decay, the delta rule or both directions.
 
 The kernels for block masks are in kernels/memory.py, and those for causal masks in kernels/decay.py.
 """

@@ -16,7 +16,7 @@ __all__ = ["prepare_operands"]
 
 
 def prepare_operands(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
-    """Apply a norm over all heads or a softmax over the sequence. The kernels of linear attention support neither."""
+    """Apply a norm over all heads or a softmax over the sequence. The linear attention kernels support neither."""
     if call.spec.norm_over == "heads":
         call, operands = _normalise_heads(call, operands, impl, direct)
     if call.spec.dim == -2:
@@ -26,7 +26,7 @@ def prepare_operands(call: LinearCall, operands: Operands, impl: str, direct: bo
 
 
 def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
-    """Apply a norm over all heads in a separate pass, because a program of linear attention only reads one head.
+    """Apply a norm over all heads in a separate pass, because each linear attention program reads only one head.
 
     Tokens with gate 0 are set to zero first. They then affect neither other heads nor the gradients of the weights.
     """

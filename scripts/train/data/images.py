@@ -180,9 +180,11 @@ def read_idx(path: Path) -> np.ndarray:
     if data[:3] != b"\x00\x00\x08" or len(data) < 4 + 4 * axes:
         raise ImageError(f"{path}: expected an idx file of bytes, which begins with 00 00 08, got {data[:4].hex(' ')}")
     shape = tuple(np.frombuffer(data, ">u4", axes, 4).tolist())
-    if len(data) - 4 - 4 * axes != math.prod(shape):
+    num_bytes, found = math.prod(shape), len(data) - 4 - 4 * axes
+    if found != num_bytes:
         raise ImageError(
-            f"{path}: {shape} according to its header, but {len(data) - 4 - 4 * axes} bytes of data; download it again"
+            f"{path}: expected {num_bytes} bytes of data for the shape {shape} in its header, got {found}; "
+            "download it again"
         )
     return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape)
 

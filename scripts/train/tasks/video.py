@@ -56,7 +56,7 @@ class VideoTraining(Training):
     order, other encodings reach 20 to 60% in 3,000 steps, or stay at chance level. Each encoding stays there
     for hundreds to thousands of steps before the accuracy improves. For arrow, the model memorises eleven
     minutes of video (43 to 54% on other minutes of the same videos).
-    Compression artefacts between key frames can reveal the direction of time as well as motion does; small sizes hide
+    Compression artefacts between key frames can reveal the direction of time just as motion does; small sizes hide
     most of the artefacts.
     """
 
@@ -82,7 +82,7 @@ class VideoTraining(Training):
     encoding: str = option("rotate", VIDEOS.help)
     attention: str = option("softmax", VIDEOS.attention_help)
     memory: str = option("", f"{MEMORY_HELP} Without --causal: directions=both.")
-    causal: bool = option(False, "Let frames attend only to earlier frames, for a model that streams.", panel=MODEL)
+    causal: bool = option(False, "Let frames attend only to earlier frames, for a streaming model.", panel=MODEL)
     window: int = option(
         0, "With --causal, number of frames that softmax attention sees; 0 means all.", least=0, off=True, panel=MODEL
     )
@@ -207,8 +207,8 @@ class VideoTraining(Training):
             raise typer.BadParameter(explain_single_patch(self.reference))
         if self.causal and frames != self.frames:
             raise typer.BadParameter(
-                f"--reference {self.reference}: expected {self.frames} frames, the --frames, because a model that "
-                f"streams can't rescale time, got {frames}; pass --reference {self.frames}x{size}"
+                f"--reference {self.reference}: expected the {self.frames} frames of --frames, because a streaming "
+                f"model can't rescale time, got {frames}; pass --reference {self.frames}x{size}"
             )
         return None if self.causal else frames // self.tubelet, size // self.patch, size // self.patch
 
