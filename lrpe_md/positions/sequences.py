@@ -111,7 +111,15 @@ Segment = Tokens | Grid | After | Before | Coordinates
 
 
 class Packed(NamedTuple):
-    """Positions of samples packed end to end, and the samples' boundaries cu_seqlens (B + 1,) in int32."""
+    """Positions of samples packed end to end, and their boundaries. :func:`pack` returns this.
+
+    If you have your own coordinates (N, K), pass ``positions=Packed(Coordinates(coords), cu_seqlens)``, for tokens (N,
+    H, D) or (1, H, N, D).
+
+    Args:
+        positions: coordinates (N, K) of the tokens of all samples.
+        cu_seqlens: boundaries (B + 1,) of the samples in int32, from 0 to N, as in flash-attn.
+    """
 
     positions: Coordinates
     cu_seqlens: Tensor

@@ -44,7 +44,10 @@ FSDP = (
     "With FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and add the module to ignored_modules if it "
     "learns its frequencies"
 )
-WHOLE_PACK = "the whole result of lrpe_md.pack as positions (not only its first part)"
+WHOLE_PACK = (
+    "the whole result of lrpe_md.pack as positions (not only its first part), or your own coordinates (N, K) as "
+    "lrpe_md.positions.Packed(Coordinates(coords), cu_seqlens)"
+)
 
 
 def validate(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import as_integer, check_dense
+from ...checks import as_integer, check_dense, describe_positions
 from ...positions.coordinates import Coordinates
+from ...positions.grid import Grid
 from ...positions.sequences import Packed, refuse_mixing
 from ..core.memory import split_projection
 from ..core.operator import is_direct
@@ -82,6 +83,8 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...], num_tokens: int | None
 def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
     """Return the positions of packed sequences. Raise an error if softmax over ``dim`` would mix sequences."""
     refuse_mixing(dim)
+    if not isinstance(packed.positions, (Grid, Coordinates)):
+        raise TypeError(f"positions: expected Coordinates in Packed, got {describe_positions(packed.positions)}")
     return packed.positions
 
 
