@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .checks import is_finite_number
+from .checks import is_finite_number, show_value
 from .modules.base import FrequencyModule
 
 __all__ = ["parameter_groups"]
@@ -39,7 +39,7 @@ def parameter_groups(
     rates = {"lr": lr, "weight_decay": weight_decay, "frequency_lr": lr if frequency_lr is None else frequency_lr}
     for name, value in rates.items():
         if not is_finite_number(value) or value < 0:
-            raise ValueError(f"{name}: expected a finite non-negative number, got {value!r}")
+            raise ValueError(f"{name}: expected a finite non-negative number, got {show_value(value)}")
     named: Any = getattr(model, "no_weight_decay", set)
     excluded = set(named())
     frequencies = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import check_at_least, check_dense
+from ..checks import check_at_least, check_dense, show_value
 
 __all__ = [
     "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "check_split", "cut_blocks",
@@ -78,12 +78,16 @@ def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[
 def check_map(axis_map: Any, num_axes: int) -> None:
     if isinstance(axis_map, str) or not isinstance(axis_map, Sequence):
         if axis_map not in (*AXIS_MAPS, "head"):
-            raise ValueError(f"axis_map: expected one of {(*AXIS_MAPS, 'head')} or groups of axes, got {axis_map!r}")
+            raise ValueError(
+                f"axis_map: expected one of {(*AXIS_MAPS, 'head')} or groups of axes, got {show_value(axis_map)}"
+            )
         return
     if not all(isinstance(group, Sequence) and group for group in axis_map) or sorted(
         axis for group in axis_map for axis in set(group)
     ) != list(range(num_axes)):
-        raise ValueError(f"axis_map: expected groups that contain each of the {num_axes} axes once, got {axis_map!r}")
+        raise ValueError(
+            f"axis_map: expected groups that contain each of the {num_axes} axes once, got {show_value(axis_map)}"
+        )
 
 
 def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int | None = None) -> tuple[int, ...]:
@@ -200,7 +204,7 @@ def axial_omega(
         ValueError: if theta is too short, the sections exceed C, or a name is unknown.
     """
     if axis_order not in AXIS_ORDERS:
-        raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
+        raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {show_value(axis_order)}")
     check_at_least(1, num_axes=num_axes)
     check_at_least(0, num_channels=num_channels)
     check_map(axis_map, num_axes)

@@ -604,7 +604,7 @@ class SeriesModule(FrequencyModule):
                 + ("; pass a function that returns this tensor" if isinstance(frequencies, Tensor) else "")
             )
         if axis_order not in AXIS_ORDERS:
-            raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
+            raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {show_value(axis_order)}")
         default = DEFAULT_BASES["mixed" if frequencies == "mixed" else "axial"]
         self.frequencies, self.base, self.seed = frequencies, default if base is None else base, seed
         self.axis_order: AxisOrder = axis_order

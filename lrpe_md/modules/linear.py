@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_at_least, check_one_of
+from ..checks import check_at_least, check_one_of, show_value
 from ..engine.core.call import Act
 from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import as_state, run_encoded
@@ -108,9 +108,11 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
         check_decay_range(values)
         return values
     if initial not in get_args(DecayName):
-        raise ValueError(f"initial: expected one of {get_args(DecayName)} or a tensor of shape (H,), got {initial!r}")
+        raise ValueError(
+            f"initial: expected one of {get_args(DecayName)} or a tensor of shape (H,), got {show_value(initial)}"
+        )
     if not 0 <= depth <= 1:
-        raise ValueError(f"depth: expected a layer's index divided by the number of layers, got {depth!r}")
+        raise ValueError(f"depth: expected a layer's index divided by the number of layers, got {show_value(depth)}")
     head = torch.arange(num_heads, dtype=torch.float64, device="cpu")
     if initial == "retnet":
         return 1 - 2.0 ** (-5 - head)
@@ -197,7 +199,7 @@ class LinearAttention(nn.Module):
         check_rule(rule, directions)
         if encoding is not None and not callable(encoding):
             raise TypeError(
-                f"encoding: expected a module, a function or None, got {encoding!r}; pass a module such as "
+                f"encoding: expected a module, a function or None, got {show_value(encoding)}; pass a module such as "
                 "RotateMd(head_dim, num_axes)"
             )
         if decay is not None and not isinstance(decay, nn.Module):

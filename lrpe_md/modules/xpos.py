@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, invalid_positions, split_pair
+from ..checks import check_dense, invalid_positions, show_value, split_pair
 from ..engine.encode.validate import Pairs, Positions, check_pairs, remedy, rotary_slice
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -74,9 +74,9 @@ def scale_xpos(
 def check_scale(value: Any, centre: Any) -> None:
     """Check scale_base and scale_centre."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ValueError(f"scale_base: expected a finite positive number, got {value!r}")
+        raise ValueError(f"scale_base: expected a finite positive number, got {show_value(value)}")
     if isinstance(centre, bool) or not isinstance(centre, (int, float)) or not -math.inf < centre < math.inf:
-        raise ValueError(f"scale_centre: expected a finite number, got {centre!r}")
+        raise ValueError(f"scale_centre: expected a finite number, got {show_value(centre)}")
 
 
 def _whole_beside(x: Any, factor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_dense, check_precise, is_real
+from ..checks import as_integer, check_dense, check_precise, is_real, show_value
 from ..engine.inductor.private import are_transforms_active, assert_async, num_dispatch_modes
 
 __all__ = [
@@ -114,7 +114,7 @@ class Coordinates(Rules):
             value = getattr(self, name)
             number = as_integer(value)
             if number is None or number < 0:
-                raise ValueError(f"{name}: expected a non-negative integer, got {value!r}")
+                raise ValueError(f"{name}: expected a non-negative integer, got {show_value(value)}")
             object.__setattr__(self, name, number)
         if self.rotated is not None:
             if not isinstance(self.rotated, Tensor):
@@ -259,7 +259,7 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
     values = tuple(value) if isinstance(value, Sequence) else (value,) * num_axes
     numbers = (isinstance(v, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(v, bool) for v in values)
     if len(values) != num_axes or not all(numbers):
-        raise ValueError(f"{name}: expected a number for each of the {num_axes} axes, got {value!r}")
+        raise ValueError(f"{name}: expected a number for each of the {num_axes} axes, got {show_value(value)}")
     return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
 
 

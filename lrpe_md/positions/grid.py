@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_dense, fleeting, is_real
+from ..checks import as_integer, check_at_least, check_dense, describe_positions, fleeting, is_real, show_value
 from .coordinates import (
     Bound,
     Coordinates,
@@ -84,7 +84,8 @@ class Grid(Rules):
         shape: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
         sizes = tuple(map(as_integer, shape))
         if len(sizes) == 0 or any(n is None or n < 0 for n in sizes):
-            raise ValueError(f"shape: expected a non-negative integer for each axis, got {shape}")
+            found = describe_positions(given) if isinstance(given, Tensor) and given.ndim > 1 else show_value(shape)
+            raise ValueError(f"shape: expected a non-negative integer for each axis, got {found}")
         object.__setattr__(self, "shape", sizes)
         for name in ("prefix", "suffix", "start", "length"):
             value = getattr(self, name)
@@ -92,7 +93,7 @@ class Grid(Rules):
                 continue
             number = as_integer(value)
             if number is None or (number < 0 and name != "length"):
-                raise ValueError(f"{name}: expected a non-negative integer, got {value!r}")
+                raise ValueError(f"{name}: expected a non-negative integer, got {show_value(value)}")
             object.__setattr__(self, name, number)
         for name in ("scale", "shift"):
             object.__setattr__(self, name, per_axis(name, getattr(self, name), len(shape)))
@@ -204,7 +205,8 @@ class Grid(Rules):
         sizes = (reference,) * self.num_axes if isinstance(reference, int) else tuple(reference)
         if len(sizes) != self.num_axes or not all(r is None or r > 0 for r in sizes):
             raise ValueError(
-                f"reference: expected a positive size, or None, for each of the {self.num_axes} axes, got {reference}"
+                f"reference: expected a positive size, or None, for each of the {self.num_axes} axes, "
+                f"got {show_value(reference)}"
             )
         return self.rescale([1.0 if r is None else r / n for r, n in zip(sizes, self._sizes, strict=True)])
 
@@ -232,7 +234,7 @@ class Grid(Rules):
         """
         choose: dict[str, Any] = {"axis": None, "shorter": smaller, "longer": larger}
         if by not in choose:
-            raise ValueError(f"by: expected one of {tuple(choose)}, got {by!r}")
+            raise ValueError(f"by: expected one of {tuple(choose)}, got {show_value(by)}")
         sizes = self._sizes if by == "axis" else (reduce(choose[by], self._sizes),) * self.num_axes
         return self.transform([2 / m for m in sizes], [1 / m - 1 for m in sizes])
 

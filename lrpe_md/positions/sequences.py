@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_offsets, check_precise, describe_positions
+from ..checks import as_integer, check_at_least, check_offsets, check_precise, describe_positions, show_value
 from .coordinates import check_reach, larger
 from .grid import Coordinates, Grid, offset_positions
 
@@ -50,9 +50,9 @@ class Tokens:
     def __post_init__(self) -> None:
         for name, number in (("length", self.length), ("axis", self.axis)):
             if isinstance(number, bool) or as_integer(number) is None or number < 0:
-                raise ValueError(f"{name}: expected a non-negative integer, got {number!r}")
+                raise ValueError(f"{name}: expected a non-negative integer, got {show_value(number)}")
         if self.rule not in RULES:
-            raise ValueError(f"rule: expected one of {RULES}, got {self.rule!r}")
+            raise ValueError(f"rule: expected one of {RULES}, got {show_value(self.rule)}")
         start = self.start
         if start is None or torch.compiler.is_compiling():  # values are symbolic while compiling
             return
@@ -111,7 +111,15 @@ Segment = Tokens | Grid | After | Before | Coordinates
 
 
 class Packed(NamedTuple):
-    """Positions of samples packed end to end, and the samples' boundaries cu_seqlens (B + 1,) in int32."""
+    """Positions of samples packed end to end, and their boundaries. :func:`pack` returns this.
+
+    If you have your own coordinates (N, K), pass ``positions=Packed(Coordinates(coords), cu_seqlens)``, for tokens (N,
+    H, D) or (1, H, N, D).
+
+    Args:
+        positions: coordinates (N, K) of the tokens of all samples.
+        cu_seqlens: boundaries (B + 1,) of the samples in int32, from 0 to N, as in flash-attn.
+    """
 
     positions: Coordinates
     cu_seqlens: Tensor

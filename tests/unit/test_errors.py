@@ -520,3 +520,29 @@ def test_auto_warns_once_without_triton(monkeypatch):
         assert not operator.use_triton("auto", OnGpu(), (), False)
     with pytest.raises(ValueError, match="triton package"):
         operator.use_triton("triton", OnGpu(), (), False)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda t: RotateMd(8)(x, positions=grid, norm=lrpe_md.Norm(t)),
+            "norm.kind: .*, got a Tensor; pass Norm(kind, weight)",
+        ),
+        (lambda t: RotateMd(8)(x, positions=grid, norm=lrpe_md.Norm(over=t)), "norm.over: .*, got a Tensor"),
+        (lambda t: RotateMd(8, axis_order=t), "axis_order: .*, got a Tensor"),
+        (lambda t: RotateMd(8, act=t), "act: .*, got a Tensor"),
+        (lambda t: RotateMd(8)(x, positions=grid, num_key_heads=t), "num_key_heads: .*, got a Tensor"),
+        (lambda t: RotateMd(8, rotary_dim=t), "rotary_dim: .*, got a Tensor"),
+        (lambda t: LinearAttention(t), "encoding: .*, got a Tensor; pass a module such as "),
+        (lambda t: LinearAttention(RotateMd(8, act="relu"), eps=t), "eps: .*, got a Tensor"),
+        (lambda t: Grid(t), "shape: .*, got a Tensor; wrap it in Coordinates"),
+        (lambda t: Grid((2, 3), prefix=t), "prefix: .*, got a Tensor"),
+        (lambda t: Grid((2, 3)).interpolate(t), "reference: .*, got a Tensor"),
+        (lambda t: Coordinates(t, suffix=t), "suffix: .*, got a Tensor"),
+    ],
+)
+def test_errors_do_not_print_tensors(call, message):
+    with pytest.raises((ValueError, TypeError), match=message.replace("(", r"\(").replace(")", r"\)")) as info:
+        call(torch.rand(64, 2))
+    assert "\n" not in str(info.value)

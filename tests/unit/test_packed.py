@@ -160,6 +160,22 @@ def test_packed_tokens():
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, positions: rotate(x, omega=OMEGA, positions=positions),
+        lambda x, positions: RotateMd(8)(x, positions=positions),
+        lambda x, positions: CosineMd(8)(x, positions=positions),
+    ],
+)
+def test_packed_tokens_with_own_coordinates(call):
+    x, coords = projection(8, 4), torch.rand(8, 2, dtype=torch.float64)
+    found = call(x, Packed(Coordinates(coords), SEQLENS))
+    torch.testing.assert_close(found, as_came(call(x[None].transpose(1, 2), coords), 3), rtol=0, atol=0)
+    with pytest.raises(TypeError, match=r"positions: expected Coordinates in Packed, got a Tensor; wrap it in Coord"):
+        call(x, Packed(coords, SEQLENS))
+
+
+@pytest.mark.parametrize(
     ("call", "ways"),
     [
         (lambda x, positions: rotate(x, omega=OMEGA, positions=positions), "{pack}"),
@@ -182,7 +198,10 @@ def test_packed_tokens():
 )
 def test_packed_tokens_without_the_whole_pack(call, ways):
     """The error only names what the called function accepts."""
-    ways = ways.format(pack="the whole result of lrpe_md.pack as positions (not only its first part)")
+    ways = ways.format(
+        pack="the whole result of lrpe_md.pack as positions (not only its first part), or your own coordinates (N, K) "
+        "as lrpe_md.positions.Packed(Coordinates(coords), cu_seqlens)"
+    )
     with pytest.raises(ValueError, match=re.escape(f"; for packed tokens (N, H, D), pass {ways}") + "$"):
         call(projection(9, 4), pack([GRID, Grid((1, 2))]).positions)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ...checks import check_dense, split_pair
+from ...checks import check_dense, show_value, split_pair
 from ...norm import Norm, NormName, Over
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
@@ -35,9 +35,10 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
         raise TypeError(f"norm: expected an lrpe_md.Norm, got {type(norm).__name__}")
     kind, weight, bias, eps, over, offset = norm
     if kind not in KINDS:
-        raise ValueError(f"norm.kind: expected one of {KINDS}, got {kind!r}")
+        advice = "; pass Norm(kind, weight)" if isinstance(kind, Tensor) else ""
+        raise ValueError(f"norm.kind: expected one of {KINDS}, got {show_value(kind)}{advice}")
     if over not in OVER:
-        raise ValueError(f"norm.over: expected one of {OVER}, got {over!r}")
+        raise ValueError(f"norm.over: expected one of {OVER}, got {show_value(over)}")
     for name, number in (("eps", eps), ("offset", offset)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"norm.{name}: expected a number, got {type(number).__name__}")

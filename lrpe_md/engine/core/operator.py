@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix, ops
+from ...checks import show_value
 from ...positions.grid import Grid
 from ..inductor.lowering import SOURCE, register
 from ..inductor.private import enable_recording, is_legacy_batched, is_tracing, is_transforming, num_dispatch_modes
@@ -106,7 +107,7 @@ def make_key(positions: Any, tensors: Iterable[Any]) -> tuple[Any, ...] | None:
 
 def check_impl(impl: Any) -> None:
     if impl not in IMPLS:
-        raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
+        raise ValueError(f"impl: expected one of {IMPLS}, got {show_value(impl)}")
 
 
 def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transformed: bool) -> bool:

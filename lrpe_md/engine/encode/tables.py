@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...checks import as_integer, check_dense
+from ...checks import as_integer, check_dense, show_value
 from ...positions.grid import Coordinates, Grid
 from ..core.call import Call, CallerTables, CosSin, Layout, Spec
 from ..core.memory import accumulator
@@ -64,12 +64,16 @@ def take_tables(
             )
         if positions is None:
             raise TypeError(f"{explain_missing(omega)}, or tables=(cos, sin) instead of omega and positions")
-        raise ValueError(f"prefix: expected 0 without tables, got {prefix!r}; a Grid or Coordinates has its own prefix")
+        raise ValueError(
+            f"prefix: expected 0 without tables, got {show_value(prefix)}; a Grid or Coordinates has its own prefix"
+        )
     if not (omega is positions is phase is amplitude is None):
         _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
     num_prefix = None if prefix is None else as_integer(prefix)
     if prefix is not None and (num_prefix is None or isinstance(prefix, bool) or num_prefix < 0):
-        raise ValueError(f"prefix: expected the number of tokens before the tables' first row, got {prefix!r}")
+        raise ValueError(
+            f"prefix: expected the number of tokens before the tables' first row, got {show_value(prefix)}"
+        )
     if isinstance(tables, Tensor):
         if tables.is_nested or not tables.is_complex():
             raise TypeError(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...checks import as_integer, check_dense, check_precise, fleeting, invalid_positions
+from ...checks import as_integer, check_dense, check_precise, fleeting, invalid_positions, show_value
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS, MAPS
@@ -44,7 +44,10 @@ FSDP = (
     "With FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and add the module to ignored_modules if it "
     "learns its frequencies"
 )
-WHOLE_PACK = "the whole result of lrpe_md.pack as positions (not only its first part)"
+WHOLE_PACK = (
+    "the whole result of lrpe_md.pack as positions (not only its first part), or your own coordinates (N, K) as "
+    "lrpe_md.positions.Packed(Coordinates(coords), cu_seqlens)"
+)
 
 
 def validate(
@@ -109,7 +112,7 @@ def _specify(options: Options, head_dim: int) -> Spec:
     """Convert the user's options to a spec."""
     check_act(options.act, options.dim)
     if options.order not in ORDERS:
-        raise ValueError(f"order: expected one of {ORDERS}, got {options.order!r}")
+        raise ValueError(f"order: expected one of {ORDERS}, got {show_value(options.order)}")
     if head_dim < 1 and options.map == "cosine":
         raise ValueError(f"x: expected a positive head_dim, got {head_dim}")
     start, width = rotary_slice(options.rotary_dim, head_dim, even=options.map != "cosine")
@@ -134,25 +137,27 @@ def check_unused(options: Any, *names: str) -> None:
         if not (value is default or (isinstance(value, str) and value == default)):
             raise ValueError(
                 f"{name}: expected the default, {default!r}, because map={options.map!r} ignores this option, got "
-                f"{value!r}; leave it out"
+                f"{show_value(value)}; leave it out"
             )
 
 
 def check_act(act: Any, dim: Any) -> None:
     if not isinstance(act, str) or act not in ACTIVATIONS:
-        raise ValueError(f"act: expected one of {tuple(ACTIVATIONS)}, got {act!r}")
+        raise ValueError(f"act: expected one of {tuple(ACTIVATIONS)}, got {show_value(act)}")
     dims = ACTIVATIONS[act].dims
     if dims and dim not in dims:
-        raise ValueError(f"dim: expected -1 (features) or -2 (sequence) for act={act!r}, got {dim!r}")
+        raise ValueError(f"dim: expected -1 (features) or -2 (sequence) for act={act!r}, got {show_value(dim)}")
     if not dims and dim is not None:
-        raise ValueError(f"dim: expected None for act={act!r} (only softmax has a dim), got {dim!r}")
+        raise ValueError(f"dim: expected None for act={act!r} (only softmax has a dim), got {show_value(dim)}")
 
 
 def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
     """Return the name of the pairing and, for several blocks, the number of pairs in each block."""
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         if pairs not in PAIRS:
-            raise ValueError(f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {pairs!r}")
+            raise ValueError(
+                f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {show_value(pairs)}"
+            )
         return pairs, ()
     sections = tuple(pairs)
     numbers = [isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sections]
@@ -173,7 +178,7 @@ def _lay_out_amplitude(value: Any, channels: int, device: torch.device) -> Tenso
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"amplitude: expected a number or a tensor, got {type(value).__name__}")
     if not -math.inf < value < math.inf:  # math.isfinite would break the graph under torch.compile
-        raise ValueError(f"amplitude: expected a finite number, got {value!r}")
+        raise ValueError(f"amplitude: expected a finite number, got {show_value(value)}")
     if value == 1:
         return None
     if torch.compiler.is_compiling() or fleeting() or _is_capturing(device):
@@ -247,12 +252,12 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
     else:
         start, stop = 0, None if isinstance(rotary_dim, bool) else as_integer(rotary_dim)
         if stop is None:
-            raise TypeError(f"rotary_dim: expected a number of channels, a slice or None, got {rotary_dim!r}")
+            raise TypeError(f"rotary_dim: expected a number of channels, a slice or None, got {show_value(rotary_dim)}")
     if not even and not 0 <= start < stop <= head_dim:
-        raise ValueError(f"rotary_dim: expected a width from 1 to head_dim = {head_dim}, got {rotary_dim!r}")
+        raise ValueError(f"rotary_dim: expected a width from 1 to head_dim = {head_dim}, got {show_value(rotary_dim)}")
     if not (0 <= start < stop <= head_dim and (not even or (stop - start) % 2 == 0)):
         raise ValueError(
-            f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {rotary_dim!r} "
+            f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {show_value(rotary_dim)} "
             f"({stop - start} channels)"
         )
     return start, stop - start

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import as_integer, check_dense
+from ...checks import as_integer, check_dense, describe_positions, show_value
 from ...positions.coordinates import Coordinates
+from ...positions.grid import Grid
 from ...positions.sequences import Packed, refuse_mixing
 from ..core.memory import split_projection
 from ..core.operator import is_direct
@@ -30,7 +31,7 @@ def encode_qkv(
     The layout is (B, N, H, D) or (N, H, D). ``out`` holds tensors in this layout that receive q and k.
     """
     if qkv is None:
-        raise ValueError(f"num_key_heads: expected None without qkv, got {num_key_heads}")
+        raise ValueError(f"num_key_heads: expected None without qkv, got {show_value(num_key_heads)}")
     if xs:
         raise TypeError(f"qkv: expected either qkv or separate tensors, got qkv and {len(xs)} more")
     num_key_heads = _check_projection(qkv, num_key_heads)
@@ -82,6 +83,8 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...], num_tokens: int | None
 def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
     """Return the positions of packed sequences. Raise an error if softmax over ``dim`` would mix sequences."""
     refuse_mixing(dim)
+    if not isinstance(packed.positions, (Grid, Coordinates)):
+        raise TypeError(f"positions: expected Coordinates in Packed, got {describe_positions(packed.positions)}")
     return packed.positions
 
 
@@ -104,7 +107,7 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
     if heads is None or heads < 1 or total - 2 * heads < 1 or total % heads:
         raise ValueError(
             f"num_key_heads: expected H_k >= 1 with H_q + 2 H_k = {total} heads and H_q a multiple of H_k, got "
-            f"{num_key_heads!r}"
+            f"{show_value(num_key_heads)}"
             + ("; for a projection (B, N, C), pass qkv.unflatten(-1, (-1, D))" if qkv.ndim == 3 else "")
         )
     return heads

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...checks import can_read, check_dense, check_offsets, invalid_positions, or_one, split_pair
+from ...checks import can_read, check_dense, check_offsets, invalid_positions, or_one, show_value, split_pair
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS
 from ...reference_linear import Attention
@@ -85,14 +85,16 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
 def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Attention:
     check_impl(options.impl)
     if options.map not in ("cosine", "rotate", None):
-        raise ValueError(f"map: expected 'cosine', 'rotate' or None, got {options.map!r}")
+        raise ValueError(f"map: expected 'cosine', 'rotate' or None, got {show_value(options.map)}")
     check_act(options.act, options.dim)
     check_normalizer(options.normalizer, options.act)
     check_eps(options.eps)
     block = options.block
     if block is not None:
         if isinstance(block, bool) or not isinstance(block, (int, torch.SymInt)) or block < 1:
-            raise ValueError(f"block: expected a positive integer, the number of tokens in a block, got {block!r}")
+            raise ValueError(
+                f"block: expected a positive integer, the number of tokens in a block, got {show_value(block)}"
+            )
         if options.is_causal:
             raise ValueError(
                 "is_causal: expected False with block, which is causal between blocks and full within each, got True"
@@ -121,9 +123,9 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
 
 def check_rule(rule: Any, directions: Any) -> None:
     if rule not in RULES:
-        raise ValueError(f"rule: expected one of {RULES}, got {rule!r}")
+        raise ValueError(f"rule: expected one of {RULES}, got {show_value(rule)}")
     if directions not in DIRECTIONS:
-        raise ValueError(f"directions: expected one of {DIRECTIONS}, got {directions!r}")
+        raise ValueError(f"directions: expected one of {DIRECTIONS}, got {show_value(directions)}")
 
 
 def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) -> None:
@@ -161,7 +163,7 @@ def check_decay_range(decay: Tensor | None) -> None:
 def check_normalizer(normalizer: Any, act: str) -> None:
     """Check the normaliser. "unrotated" needs an activation whose values are never negative."""
     if normalizer not in NORMALIZER_NAMES:
-        raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {normalizer!r}")
+        raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {show_value(normalizer)}")
     if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
         raise ValueError(
             f"normalizer: 'unrotated' needs an activation that is never negative, one of {NEVER_NEGATIVE}, because it "
@@ -172,7 +174,7 @@ def check_normalizer(normalizer: Any, act: str) -> None:
 
 def check_eps(eps: Any) -> None:
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps < float("inf"):
-        raise ValueError(f"eps: expected a finite positive number, got {eps!r}")
+        raise ValueError(f"eps: expected a finite positive number, got {show_value(eps)}")
 
 
 def check_sequence_softmax(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> None:
