@@ -444,6 +444,7 @@ COLUMNS = (
     "encoding", "attention", "seed", "params", "loss", "loss_rise", "train_seconds", "step_ms", "peak_mib", "tokens",
     "steps", "counted_seconds",
 )  # fmt: skip
+TESTED = ("test_bytes", "test_images", "test_clips", "test_videos")  # columns of some tasks
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
@@ -451,7 +452,7 @@ def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
     rows = []
     for file in files:
         run = read_json(file)
-        same = {key: run[key] for key in (*COLUMNS, "test_bytes", "test_images") if key in run or key in COLUMNS}
+        same = {key: run[key] for key in (*COLUMNS, *TESTED) if key in run or key in COLUMNS}
         if run.get("train_steps_timed", run["steps"]) != run["steps"]:  # only part of a resumed run was timed
             same["train_seconds"] = None
         for name, values in run["values"].items():
