@@ -93,7 +93,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     seconds = results.drop_duplicates([*KEYS, "seed"]).train_seconds
     lines = [
         f"The table lists bits per byte of held-out text, {scheme}. Columns are lengths in bytes, and rows are "
-        f"sorted by the longest length. {describe_training(settings)} Training windows have {trained} bytes. "
+        f"sorted by the longest length. {describe_training(settings, results)} Training windows have {trained} bytes. "
         f"{describe_evaluation(results, training['test_bytes'], lengths)} In rows with + linear, + ntk or + yarn, "
         f"frequencies are scaled without further training, by a factor of length / {trained}.",
         "",

@@ -81,13 +81,12 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         f"The tables list accuracy (%) on questions about symbols in earlier frames, {scheme}. Chance is "
         f"{100 / training['values']:g}%. Each column is a clip size: frames × height × width, in tokens. The first is "
         "the training size, and rows are sorted by the longest clips. In longer clips, only questions in the last "
-        f"{frames_of(trained)} frames count. {describe_training(config['settings'])}",
+        f"{frames_of(trained)} frames count. {describe_training(config['settings'], results)}",
         "",
         f"In each frame, {training['writes']} tokens each write one of {training['values']} values under one of "
         f"{training['keys']} keys. For each kind of lookup, up to {training['questions']} tokens ask for a value: the "
         f"latest value of a key, or the value at one of these offsets (frames back, rows down, columns right): "
-        f"{offsets}. The model has {training['depth']} layers with {training['heads']} heads and {training['dim']} "
-        "channels.",
+        f"{offsets}.",
         "",
     ]
     for kind in KINDS:

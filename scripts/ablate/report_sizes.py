@@ -14,6 +14,7 @@ from ..common.folder import show_value
 from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
+from ..train.tasks import digits, lm
 from .tasks import TASKS, Task
 
 KEYS = ["encoding", "attention"]
@@ -24,6 +25,7 @@ SOURCES = {
     "final loss": "loss", RISE: "loss_rise", "ms per step": "step_ms", "million tokens per second": "step_ms",
     "peak memory, GiB": "peak_mib", "s per training": "train_seconds",
 }  # fmt: skip
+TESTED = {"test_images": "images", "test_clips": "clips", "test_videos": "videos"}  # by column of results.csv
 POSITIONS = {"extrapolated": "are one unit apart, as in training", "rescaled": "are mapped onto the training grid"}
 
 
@@ -184,9 +186,24 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     return [f"{text}.", "", *table([*KEYS, *columns], rows, len(KEYS))]
 
 
-def describe_training(settings: dict[str, Any]) -> str:
-    """Return sentences about the training: the length, the optimiser, and other settings that are not the defaults."""
+def describe_model(settings: dict[str, Any]) -> str:
+    """Return a sentence about the depth and width of the model, or "" if ``model`` names the model."""
+    training, architecture = settings["training"], {}
+    if settings["task"] == "digits":
+        architecture = {**digits.VIT, "dim": digits.VIT["embed_dim"]}
+    elif "size" in training and settings["task"] == "lm":
+        architecture = lm.SIZES[training["size"]]
+    depth, dim = (training.get(name) or architecture.get(name) for name in ("depth", "dim"))
+    heads = training.get("heads") or architecture.get("num_heads")
+    if training.get("model") or not (depth and heads and dim):
+        return ""
+    return f"The model has {depth} layers with {heads} heads and {dim} channels. "
+
+
+def describe_training(settings: dict[str, Any], results: pd.DataFrame) -> str:
+    """Return sentences about the model and the training, with all settings that are not the defaults."""
     training = settings["training"]
+    tokens = f" ({results.tokens.iloc[0]:,.0f} tokens)" if results.tokens.nunique() == 1 else ""
     seconds = training.get("seconds")
     length = f"{seconds:g} s (not counting the first steps)" if seconds else (
         f"{training['steps']:,} steps"
@@ -195,8 +212,8 @@ def describe_training(settings: dict[str, Any]) -> str:
     graphs = " and CUDA graphs" if training.get("cuda_graphs") else ""
     compiled = f" with `torch.compile`{graphs}" if training["compile"] else ""
     text = (
-        f"Each model was trained for {length}, at batch size {training['batch']} and learning rate {training['lr']:g}, "
-        f"in {precision}{compiled}."
+        f"{describe_model(settings)}Each run trained for {length}, at batch size {training['batch']}{tokens} and "
+        f"learning rate {training['lr']:g}, in {precision}{compiled}."
     )
     changed = find_changes(settings)
     return f"{text} Settings that differ from the task's defaults: {', '.join(changed)}." if changed else text
@@ -224,19 +241,24 @@ def find_changes(settings: dict[str, Any]) -> list[str]:
     ]
 
 
-def describe_test_images(results: pd.DataFrame) -> str:
-    """Return sentences about how much an accuracy depends on the choice of test images."""
-    count, most = results["test_images"].min(), results["test_images"].max()
-    if count != most:
-        return (
-            f"Accuracies are measured on {count:,} to {most:,} test images. The data changed between runs, so don't "
-            "compare their results."
-        )
-    half, high = (100 * (part * (1 - part) / count) ** 0.5 for part in (0.5, 0.95))
-    return (
-        f"Accuracies are measured on {count:,} test images. The standard error from the choice of images is "
-        f"{half:.1f} at an accuracy of 50%, and {high:.1f} at 95%."
-    )
+def describe_tests(results: pd.DataFrame) -> list[str]:
+    """Return sentences about how much an accuracy depends on the choice of test data, unless the results lack it."""
+    for column, tested in TESTED.items():
+        if column in results:
+            count, most = results[column].min(), results[column].max()
+            if count != most:
+                return [
+                    f"Accuracies are measured on {count:,} to {most:,} test {tested}. The data changed between runs, "
+                    "so don't compare their results."
+                ]
+            half, high = (100 * (part * (1 - part) / count) ** 0.5 for part in (0.5, 0.95))
+            # The answers for the versions of one clip are correlated.
+            tests, bound = (f"{tested}, with every label", "at most ") if column == "test_clips" else (tested, "")
+            return [
+                f"Accuracies are measured on {count:,} test {tests}. The standard error from the choice of {tested} is "
+                f"{bound}{half:.1f} at an accuracy of 50%, and {bound}{high:.1f} at 95%."
+            ]
+    return []
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
@@ -253,15 +275,14 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     lines = [
         f"The tables list the {measure} on {' and '.join(settings['data'])}, {scheme}. Rows are sorted by the first "
         "column, the training size. The models never saw the other sizes in training. Sizes are "
-        f"{name_axes(results)}. {describe_training(settings)}",
+        f"{name_axes(results)}. {describe_training(settings, results)}",
         "",
     ]
     for positions, meaning in POSITIONS.items():
         part: Any = results[results.positions == positions]
         lines += [f"{positions.capitalize()} positions {meaning}.", "", *_accuracy(part, ranking, digits)]
     notes = [note for encoding, note in task.notes.items() if encoding in set(results.encoding)]
-    if "test_images" in results:
-        notes.append(describe_test_images(results))
+    notes += describe_tests(results)
     lines += [" ".join(notes), ""] if notes else []
     lines += _differences(results, ranking, baseline, digits)
     lines += summarize_trainings(results, ranking)

@@ -375,6 +375,29 @@ def test_rotation_and_cosine_of_recall_are_measured():
     assert f"rotation is ahead by {larger} points if the frames are larger" in text
 
 
+def test_the_gap_that_a_few_softmax_layers_close_is_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    loss = read_values("diffusion-hybrids")["rotate"]
+    gap = loss["linear"] - loss["softmax"]
+    closed = 100 * (loss["linear"] - loss["linear,linear,linear,softmax"]) / gap
+    assert f"closes {closed.mean():.0f} ± {4.303 * closed.sem():.0f}% of the gap" in text
+
+
+def test_notes_state_the_test_data():
+    """Accuracies are multiples of one answer, so they show how many answers were tested."""
+    stated = {"10,000 test images": 10_000, "42 test clips, each in all 24": 42 * 24, "512 test clips, each f": 512 * 2}
+    found = set()
+    for folder in (ROOT / "scripts" / "results").glob("ablate-*"):
+        note = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("note", "")
+        for part, answers in stated.items():
+            if part in note:
+                right = pd.read_csv(folder / "results.csv")["value"] * answers / 100
+                assert (right - right.round()).abs().max() < 1e-6
+                found.add(folder.name.removeprefix("ablate-"))
+    images = {"image", "image-2e-3", "image-2e-3-qk-norm", "image-bases", "image-equal-time"}
+    assert found == images | {"video", "video-arrow", "video-equal-time"}
+
+
 def test_equal_time_and_qk_norm_are_measured():
     text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
     more = []

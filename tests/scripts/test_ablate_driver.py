@@ -163,6 +163,8 @@ def test_smoke_of_the_other_tasks(task, tmp_path, monkeypatch):
     assert f"| encoding | attention | {' | '.join(sizes)} |" in (out / "table.md").read_text()
     if task == "video":
         assert (results[results.encoding == "none"].value == 100 / 24).all()  # chance level
+        assert (results.test_clips > 0).all()
+        assert "test clips, with every label. The standard error" in (out / "table.md").read_text()
     kept = sorted(file.name for file in (out / "runs").glob("*.npz"))
     assert kept == ["none-linear-0.samples.npz", "rotate_base=0.5-linear-0.samples.npz"] * (task == "diffusion")
     assert drawn == ["none, linear", "rotate:base=0.5, linear"] * (task == "diffusion")
@@ -336,7 +338,9 @@ def test_numbers_of_the_table(task, tmp_path):
     assert "| cosine | softmax | 1,000 | 0.500 | 0.020 | 4.0 | 2.00 | 2.00 | 30 |" in table
     lost = results.assign(loss_rise=results.loss_rise.where(results.seed != 1))  # one training diverged
     assert "| cosine | softmax | 1,000 | 0.500 |  | 4.0 |" in report_sizes.markdown(lost, config, "rotate")
-    assert "2,000 steps, at batch size 64 and learning rate 0.001, in bf16 with `torch.compile`.\n" in table
+    assert (
+        "2,000 steps, at batch size 64 (8,000 tokens) and learning rate 0.001, in bf16 with `torch.compile`.\n" in table
+    )
     assert table.endswith("A GPU, torch 2.11, commit 0123456789ab.\n")
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| rotate", "| cosine"))]
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # sorted from best to worst
@@ -353,13 +357,32 @@ def test_numbers_of_the_table(task, tmp_path):
 def test_the_report_names_settings_that_differ_from_the_defaults():
     training = {"steps": 60, "batch": 64, "lr": 1e-3, "precision": "no", "compile": False, "warmup": 42, "ema": 0.0}
     settings = {"task": "digits", "training": training}
-    text = "Each model was trained for 60 steps, at batch size 64 and learning rate 0.001, in float32."
-    assert report_sizes.describe_training(settings) == text
+    results = frame({("rotate", "8x8"): [90.0]})
+    model = "The model has 3 layers with 3 heads and 48 channels."
+    text = (
+        f"{model} Each run trained for 60 steps, at batch size 64 (8,000 tokens) and learning rate 0.001, in float32."
+    )
+    assert report_sizes.describe_training(settings, results) == text
     training |= {"ema": 0.9, "weight_decay": 0.1, "log_every": 3}  # log_every has no effect on the results
     more = " Settings that differ from the task's defaults: `weight_decay` 0.1, `ema` 0.9."
-    assert report_sizes.describe_training(settings) == text + more
+    assert report_sizes.describe_training(settings, results) == text + more
     changed = report_sizes.find_changes({"task": "diffusion", "training": {"test_size": 96, "test_samples": 2}})
     assert changed == ["`test_size` 96"]
+
+
+def test_the_report_describes_the_model():
+    """The width comes from the settings, or else from the size of a language model."""
+    image = {"depth": 8, "heads": 3, "dim": 192, "model": ""}
+    for task, training, expected in (
+        ("image", image, "The model has 8 layers with 3 heads and 192 channels. "),
+        ("image", {**image, "model": "vit_tiny_patch16_224"}, ""),  # a changed setting, so the report names it
+        ("lm", {"size": "small"}, "The model has 6 layers with 6 heads and 384 channels. "),
+        ("lm", {"size": "small", "dim": 96, "depth": 0}, "The model has 6 layers with 6 heads and 96 channels. "),
+    ):
+        assert report_sizes.describe_model({"task": task, "training": training}) == expected
+    config = {"task": "digits", "training": {"steps": 1, "batch": 2, "lr": 1, "precision": "no", "compile": False}}
+    results = frame({("rotate", "8x8"): [90.0, 91.0]}).assign(tokens=[100, 50])  # sizes differ between runs
+    assert "at batch size 2 and learning rate" in report_sizes.describe_training(config, results)
 
 
 def test_the_report_only_lists_what_was_measured():
@@ -379,6 +402,11 @@ def test_the_report_only_lists_what_was_measured():
     assert "| rotate | softmax | 1,000 | 0.500 | 0.000 | 4.0 | 0.0040 | 30 |" in text
     assert "The table lists each run. If an encoding's loss rises far more" in text
     assert "Accuracies are measured on 50 test images. The standard error from the choice of images is 7.1 at" in text
+    clips = report_sizes.markdown(results.drop(columns="test_images").assign(test_clips=42), config, "rotate")
+    assert (
+        "measured on 42 test clips, with every label. The standard error from the choice of clips is at most 7.7"
+        in clips
+    )
     assert "sin-cos" not in text
     assert "Learned position" not in text
     named = report_sizes.markdown(

@@ -82,7 +82,7 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_numbers_of_the_table(tmp_path: Path) -> None:
-    same = {"attention": "softmax", "params": 1000, "train_seconds": 30.0}
+    same = {"attention": "softmax", "params": 1000, "train_seconds": 30.0, "tokens": 32768}
     rows = [
         {**same, "encoding": "rotate", "positions": scaling, "seed": seed, "size": size, "value": bits}
         for scaling, seed, size, bits in (
@@ -92,7 +92,7 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
     ]  # fmt: skip
     rows.append({**rows[2], "size": "1024:512-1024", "value": 9.0})  # results by position are not in the table
     training: dict[str, Any] = {"length": 512, "steps": 2000, "batch": 64, "lr": 1e-3, "test_bytes": 1024}
-    training |= {"precision": "bf16", "compile": False}
+    training |= {"precision": "bf16", "compile": False, "size": "small"}
     here = {"gpu": "A GPU", "cpu": "", "torch": "2.11", "commit": "0123456789abcdef"}
     config = {"settings": {"task": "lm", "seeds": 2, "training": training}, "environments": [here]}
     lines = report_lengths.markdown(pd.DataFrame(rows), config, "rotate").splitlines()
@@ -101,7 +101,8 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
     assert "each run took" not in untimed
     assert "Each length is evaluated on the same 1,024 bytes." in lines[0]
     assert "Lengths without results, because they are too long for the held-out text: 2,048, 4,096, 8,192." in lines[0]
-    assert "trained for 2,000 steps, at batch size 64 and learning rate 0.001, in bf16." in lines[0]
+    assert "The model has 6 layers with 6 heads and 384 channels. Each run trained for 2,000 steps, at" in lines[0]
+    assert "at batch size 64 (32,768 tokens) and learning rate 0.001, in bf16." in lines[0]
     assert lines[2:6] == [
         "| encoding | parameters | 512 | 1,024 |",
         "| --- | ---: | ---: | ---: |",

@@ -151,9 +151,8 @@ def test_numbers_of_the_tables() -> None:
     assert "difference from none with the same memory" in other
 
     assert "mean ± half-width of the 95% confidence interval (Student's t) over 3 seeds. Chance is 12.5%" in text
-    assert (
-        "only questions in the last 8 frames count. Each model was trained for 300 steps, at batch size 32 and" in text
-    )
+    assert "only questions in the last 8 frames count. The model has " in text
+    assert "channels. Each run trained for 300 steps, at batch size 32 (" in text
     assert "learning rate 0.002, in float32. Settings that differ from the task's defaults: " in text
     assert "4 tokens each write one of 8 values under one of 9 keys" in text
     assert text.endswith("A CPU, torch 2.11, commit 0123456789ab.\n")
