@@ -1,7 +1,7 @@
-"""Build hooks: models and scripts in the wheel, an editable install with types, and a long description without paths.
+"""Build hooks for the wheel, the editable install and the long description.
 
-A wheel has models and scripts as lrpe_md.models and lrpe_md.scripts, without the benchmarks and the developers'
-programs. An editable install has none of them: ``lrpe_md`` finds them where they are.
+A wheel contains models and scripts as lrpe_md.models and lrpe_md.scripts, except for the benchmarks and the developers'
+programs. In an editable install, ``lrpe_md`` finds both folders in the checkout.
 """
 
 import re
@@ -24,17 +24,17 @@ class Hook(BuildHookInterface):
         if version == "editable":
             link_package(root)
             return
-        # Programs alone: nothing reads scripts/results when it runs.
+        # No program reads scripts/results at run time, so a wheel only needs the Python files.
         files = [path.relative_to(root) for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
         files = [path for path in files if path.parts[1] not in CHECKOUT_ONLY]
         build_data["force_include"].update({str(path): str("lrpe_md" / path) for path in files})
 
 
 def link_package(root: Path) -> None:
-    """Make a folder with a link to lrpe_md alone, for the import path of an editable install.
+    """Create the folder that an editable install adds to the import path. It only contains a link to lrpe_md.
 
-    The folder is on the path instead of the root, from which models, scripts and tests could be imported as well. Type
-    checkers follow it, unlike an import hook.
+    With the root on the path, models, scripts and tests could be imported too. Type checkers follow the link, but not
+    an import hook.
     """
     link = root / EDITABLE / "lrpe_md"
     link.parent.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ class ReadmeHook(MetadataHookInterface):
 
 
 def drop_paths(text: str) -> str:
-    """Return a README without what only a checkout has: pictures, and links to files, of which the text stays."""
+    """Remove pictures and links to files from a README, because only a checkout contains them. Keep the links' text."""
     return PATHS.sub(r"\1", PICTURES.sub("", text))
 
 
