@@ -125,10 +125,8 @@ def test_maps(axis_map):
     assert axes_and_members(omega, series) == [(1 - axis, member) for axis, member in expected]
 
 
-def test_every_axis_map_is_named_and_explained():
-    assert (*AXIS_MAPS, "head") == get_args(AxisMapName)
-    for map in get_args(AxisMapName):
-        assert f'- ``"{map}"``: ' in (axial_omega.__doc__ or "")
+def test_every_axis_map_is_in_its_type():
+    assert get_args(AxisMapName) == (*AXIS_MAPS, "head")
 
 
 def test_default_sections():
