@@ -1,7 +1,7 @@
-"""Build hooks: models and scripts in the wheel, an editable install with types, and a long description without paths.
+"""Build hooks for the wheel, the editable install and the long description.
 
-A wheel contains models and scripts as lrpe_md.models and lrpe_md.scripts, without benchmarks and developer tools. An
-editable install contains neither, because ``lrpe_md`` finds them in the checkout.
+A wheel contains models and scripts as lrpe_md.models and lrpe_md.scripts, except for the benchmarks and the developers'
+programs. In an editable install, ``lrpe_md`` finds both folders in the checkout.
 """
 
 import re
@@ -24,17 +24,17 @@ class Hook(BuildHookInterface):
         if version == "editable":
             link_package(root)
             return
-        # Only Python files, because no program reads scripts/results when it runs.
+        # No program reads scripts/results at run time, so a wheel only needs the Python files.
         files = [path.relative_to(root) for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
         files = [path for path in files if path.parts[1] not in CHECKOUT_ONLY]
         build_data["force_include"].update({str(path): str("lrpe_md" / path) for path in files})
 
 
 def link_package(root: Path) -> None:
-    """Create a folder that contains only a link to lrpe_md, for the import path of an editable install.
+    """Create the folder that an editable install adds to the import path. It only contains a link to lrpe_md.
 
-    With the repository's root on the path instead, models, scripts and tests would be importable as well. Unlike an
-    import hook, type checkers follow this link.
+    With the root on the path, models, scripts and tests could be imported too. Type checkers follow the link, but not
+    an import hook.
     """
     link = root / EDITABLE / "lrpe_md"
     link.parent.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ class ReadmeHook(MetadataHookInterface):
 
 
 def drop_paths(text: str) -> str:
-    """Remove pictures from a README, and replace links to files with their text, because both need a checkout."""
+    """Remove pictures and links to files from a README, because only a checkout contains them. Keep the links' text."""
     return PATHS.sub(r"\1", PICTURES.sub("", text))
 
 

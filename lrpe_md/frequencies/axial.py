@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..checks import check_at_least, check_dense, show_value
 
 __all__ = [
     "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "check_split", "cut_blocks",
-    "num_blocks", "one_series", "sequence_omega", "split_channels", "warn_of_idle_axes",
+    "has_one_series", "is_even", "num_blocks", "sequence_omega", "split_channels", "warn_of_idle_axes",
 ]  # fmt: skip
 
 AxisOrder = Literal["minor_first", "major_first"]
@@ -27,7 +27,7 @@ def _owned(owners: list[int], num: int) -> list[list[int]]:
     return [[c for c, owner in enumerate(owners) if owner == b] for b in range(num)]
 
 
-def _turns(widths: Sequence[int]) -> list[list[int]]:
+def _turns(widths: Sequence[int], num_channels: int) -> list[list[int]]:
     return _owned([b for i in range(max(widths)) for b in range(len(widths)) if i < widths[b]], len(widths))
 
 
@@ -36,30 +36,55 @@ def _strides(widths: Sequence[int], num_channels: int) -> list[list[int]]:
     return _owned([c % k if c < k * widths[c % k] else 0 for c in range(num_channels)], k)
 
 
-# Each entry takes the widths of the axes and C. It returns the indices into theta for each axis, and the channels that
-# they fill (None for consecutive blocks).
-_Places = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]
-_PLACES: dict[str, Callable[[Sequence[int], int], _Places]] = {
-    "block": lambda w, c: ([range(n) for n in w], None),
-    "alternate": lambda w, c: ([range(n) for n in w], _turns(w)),
-    "chunk": lambda w, c: ([range(sum(w[:b]), sum(w[: b + 1])) for b in range(len(w))], None),
-    "stride": lambda w, c: (_strides(w, c), _strides(w, c)),
-    "even_odd": lambda w, c: ([range(b, b + len(w) * n, len(w)) for b, n in enumerate(w)], None),
+class _AxisMap(NamedTuple):
+    """Rule for dividing C channels among axes. Its functions take the widths of the axes and C.
+
+    If ``channels`` is None, each axis fills one block of consecutive channels.
+    """
+
+    members: Callable[[Sequence[int], int], Sequence[Sequence[int]]]  # indices into theta for each axis
+    channels: Callable[[Sequence[int], int], list[list[int]]] | None = None  # the channels of each axis
+    has_one_series: bool = False  # the axes share a series that runs over all channels
+    is_even: bool = False  # the axes must have equal shares
+
+    def place(self, widths: Sequence[int], num_channels: int) -> tuple[Sequence[Sequence[int]], list[list[int]] | None]:
+        """Return the members of theta and the channels for each axis."""
+        channels = None if self.channels is None else self.channels(widths, num_channels)
+        return self.members(widths, num_channels), channels
+
+
+_MAPS = {
+    "block": _AxisMap(lambda widths, _: [range(n) for n in widths]),
+    "alternate": _AxisMap(lambda widths, _: [range(n) for n in widths], _turns),
+    "chunk": _AxisMap(
+        lambda widths, _: [range(sum(widths[:b]), sum(widths[: b + 1])) for b in range(len(widths))],
+        has_one_series=True,
+    ),
+    "stride": _AxisMap(_strides, _strides, has_one_series=True),
+    "even_odd": _AxisMap(
+        lambda widths, _: [range(b, b + len(widths) * n, len(widths)) for b, n in enumerate(widths)],
+        has_one_series=True,
+        is_even=True,
+    ),
 }
-AXIS_MAPS = tuple(_PLACES)  # axis maps within each head; "head" distributes whole heads
-ONE_SERIES = ("chunk", "stride", "even_odd")
+AXIS_MAPS = tuple(_MAPS)  # axis maps within each head; "head" distributes whole heads
 
 
-def one_series(axis_map: AxisMap) -> bool:
+def has_one_series(axis_map: AxisMap) -> bool:
     """Return whether the axes share a single series that runs over all channels."""
-    return axis_map in ONE_SERIES if isinstance(axis_map, str) else True
+    return not isinstance(axis_map, str) or (axis_map != "head" and _MAPS[axis_map].has_one_series)
+
+
+def is_even(axis_map: AxisMap) -> bool:
+    """Return whether the axis map requires equal shares."""
+    return isinstance(axis_map, str) and axis_map != "head" and _MAPS[axis_map].is_even
 
 
 def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
     """Return the number of blocks of channels. Gaps can only be placed around these blocks."""
     if not isinstance(axis_map, str):
         return len(axis_map)
-    return 1 if axis_map in ("alternate", "stride", "head") else num_axes
+    return 1 if axis_map == "head" or _MAPS[axis_map].channels else num_axes
 
 
 def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[list[int]]:
@@ -238,7 +263,7 @@ def axial_omega(
             raise ValueError(f"sections: expected a width for each of the {num_axes} axes, got {tuple(sections)}")
         widths = [sections[axis] for axis in order]
     if isinstance(axis_map, str):
-        members, channels = _PLACES[axis_map](widths, num_channels)
+        members, channels = _MAPS[axis_map].place(widths, num_channels)
         blocks = widths
     else:
         members = channels = _groups(axis_map, widths)

@@ -17,8 +17,9 @@ from ..frequencies.axial import (
     AxisOrder,
     axial_omega,
     check_map,
+    has_one_series,
+    is_even,
     num_blocks,
-    one_series,
     split_channels,
     warn_of_idle_axes,
 )
@@ -101,7 +102,7 @@ class Axial:
     def takes(self) -> set[str]:
         """Names of the :func:`preset` arguments that this scheme supports."""
         base = {"base"} if self.base is not None else set()
-        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # "even_odd" always splits evenly
+        shared = self.num_axes > 1 and not is_even(self.axis_map)
         return {"scaling"} | base | ({"split"} if shared else set())
 
     def usable(self, num_channels: int) -> int:
@@ -147,7 +148,7 @@ class Axial:
         laid = wide if self.by_head else wide - sum(gaps)
         thetas, amplitudes = [], []
         for section, scaling in zip(sections, scalings, strict=True):
-            whole = self.by_head or one_series(self.axis_map)
+            whole = self.by_head or has_one_series(self.axis_map)
             num = laid if whole else max(section, 1)
             theta = _call("series", self.series, (num, self.base, num_heads), ((num,), (1, num), (num_heads, num)))
             theta, amplitude = (theta, 1.0) if scaling is None else apply_scaling(scaling, theta)

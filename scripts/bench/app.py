@@ -48,16 +48,18 @@ YOURS, OPERATORS, STEPS, MAINTENANCE = "Your GPU and sizes", "Operators", "Train
 COMMANDS = {
     "my-shapes": Benchmark(my_shapes.main, YOURS, "--batch 8 --heads 24 --grid 21x45x80 --head-dim 128"),
     "operators": Benchmark(operators.main, OPERATORS, "--workload video --peers lrpe-md"),
-    "linear": Benchmark(linear.main, OPERATORS, "--workload vit224 --map cosine"),
-    "norm": Benchmark(norm.main, OPERATORS, "--workload wan --over heads"),
-    "tables": Benchmark(tables.main, OPERATORS, "--workload wan"),
-    "decode": Benchmark(decode.main, OPERATORS, "--workload decode-1"),
-    "compiled": Benchmark(compiled.main, OPERATORS, "--map rotate"),
+    "linear": Benchmark(linear.main, OPERATORS, "--workload vit224 --map cosine --out runs/linear.csv"),
+    "norm": Benchmark(norm.main, OPERATORS, "--workload wan --over heads --out runs/norm.csv"),
+    "tables": Benchmark(tables.main, OPERATORS, "--workload wan --out runs/tables.csv"),
+    "decode": Benchmark(decode.main, OPERATORS, "--workload decode-1 --out runs/decode.csv"),
+    "compiled": Benchmark(compiled.main, OPERATORS, "--map rotate --out runs/compiled.csv"),
     "training": Benchmark(training.main, STEPS, "--models vit_b --modes compiled"),
-    "train-loop": Benchmark(train_loop.main, STEPS, "--model B/2"),
-    "linear-scaling": Benchmark(linear_scaling.main, STEPS, "--backbones vit --tokens 4096,65536"),
+    "train-loop": Benchmark(train_loop.main, STEPS, "--model B/2 --out runs/train-loop.csv"),
+    "linear-scaling": Benchmark(
+        linear_scaling.main, STEPS, "--backbones vit --tokens 4096,65536 --out runs/linear-scaling.csv"
+    ),
     "tune": Benchmark(tune.main, MAINTENANCE, '--only "rotate forward"'),
-    "counters": Benchmark(counters.main, MAINTENANCE, "--out counters.csv"),
+    "counters": Benchmark(counters.main, MAINTENANCE, "--out runs/counters.csv"),
     "compare": Benchmark(compare.main, MAINTENANCE, "HEAD~10 HEAD"),
     "report": Benchmark(report.main, MAINTENANCE, ""),
 }

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lrpe_md import Grid, cosine, rotate
 
+from ..common.options import OUT
 from ..common.provenance import measured_on
 from .measure import quantiles
 from .modes import host_times
@@ -141,7 +142,7 @@ def measure(map: str, which: str, device: torch.device, blocks: int, calls: int)
 def main(
     map: Annotated[str | None, typer.Option(help=f"Map: {', '.join(MAPS)}. (default: both)")] = None,
     blocks: Annotated[int, typer.Option(min=1, help="Number of timed blocks of calls per measurement.")] = 30,
-    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
+    out: Annotated[Path, OUT] = Path("scripts/results/benchmark-compiled.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool,

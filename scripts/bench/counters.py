@@ -22,6 +22,7 @@ import torch
 import torch._functorch.config as functorch_config
 import typer
 
+from ..common.options import OUT
 from ..common.provenance import measured_on
 from .layers import WORKLOADS
 from .measure import floor_bytes, make_pass
@@ -93,7 +94,7 @@ def parse(report: str) -> list[dict[str, float]]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/counters.csv"),
+    out: Annotated[Path, OUT] = Path("scripts/results/counters.csv"),
     ncu: Annotated[str, typer.Option(help="Command that starts Nsight Compute.")] = "ncu",
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
     counted: Annotated[Path | None, typer.Option(hidden=True)] = None,

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lrpe_md import Grid, geometric_theta, rotate
 
-from ..common.options import LIMIT
+from ..common.options import LIMIT, OUT
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
 from .measure import describe_error, quantiles, release_memory
@@ -263,7 +263,7 @@ def main(
     impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. (default: all)")] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-decode.csv"),
+    out: Annotated[Path, OUT] = Path("scripts/results/benchmark-decode.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool,

@@ -1,7 +1,7 @@
 """Benchmark linear attention against a copy, softmax attention and PyTorch implementations, and write a CSV.
 
     lrpe-md bench linear                                all workloads, with both maps and without, three passes
-    lrpe-md bench linear --workload vit224 --map cosine
+    lrpe-md bench linear --workload vit224 --map cosine --out runs/linear.csv
     lrpe-md bench linear --impl lrpe-md,SDPA --limit 300 --append
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
@@ -12,7 +12,7 @@ Implementations with wrong results are not timed.
 
 With --other, calls of lrpe-md alternate with calls of another checkout of this repository:
 
-    lrpe-md bench linear --impl lrpe-md --workload width72,width96 --other ../old-checkout
+    lrpe-md bench linear --impl lrpe-md --workload width72,width96 --other ../old-checkout --out runs/linear.csv
 
 Other libraries are timed if you can import them; see :mod:`.linear_peers`:
 
@@ -37,7 +37,7 @@ from lrpe_md import cosine, linear_attention, rotate
 from lrpe_md.reference import activate
 from lrpe_md.testing import LinearCase, check_linear
 
-from ..common.options import LIMIT
+from ..common.options import LIMIT, OUT
 from ..common.provenance import measured_on
 from .hosted import import_checkout
 from .linear_measure import (
@@ -163,8 +163,8 @@ def main(
     ] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-linear.csv"),
-    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
+    out: Annotated[Path, OUT] = Path("scripts/results/benchmark-linear.csv"),
+    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke.")

@@ -31,7 +31,7 @@ from lrpe_md.integrations.timm import LrpeVisionTransformer
 
 from ...models.dit import DiT
 from ...models.video import LrpeVideoTransformer
-from ..common.options import choose, positive
+from ..common.options import OUT, choose, positive
 from ..common.provenance import measured_on
 from .measure import describe_error, release_memory
 from .training import BACKENDS, Trainee, peak_bytes, synchronize, time_step
@@ -234,8 +234,8 @@ def main(
     limit: Annotated[
         float, typer.Option(callback=positive, help="Time budget in seconds; no row starts after it.")
     ] = 3600.0,
-    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/linear-scaling.csv"),
-    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
+    out: Annotated[Path, OUT] = Path("scripts/results/linear-scaling.csv"),
+    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use a tiny model and a batch of one; writes to runs/bench-smoke.")

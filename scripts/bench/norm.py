@@ -32,7 +32,7 @@ from lrpe_md import Grid, Norm, rotate
 from lrpe_md.reference import angles, join_pairs, split_pairs
 from lrpe_md.testing import Case, check
 
-from ..common.options import LIMIT
+from ..common.options import LIMIT, OUT
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
 from .measure import describe_error, release_memory
@@ -203,7 +203,7 @@ def main(
     impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. (default: all)")] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-norm.csv"),
+    out: Annotated[Path, OUT] = Path("scripts/results/benchmark-norm.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke.")

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..common.devices import gpu_name
-from ..common.options import LIMIT, choose, group_options
+from ..common.options import LIMIT, OUT, choose, group_options
 from ..common.provenance import git_commit, versions
 from . import modes as modes_of
 from .layers import TEXT_WORKLOADS, WORKLOADS, Workload
@@ -157,7 +157,7 @@ def main(
     ] = False,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 100,
-    out: Annotated[Path | None, typer.Option(help="Output CSV. (default: scripts/results/benchmark-MODES.csv)")] = None,
+    out: Annotated[Path | None, typer.Option(help=f"{OUT.help} (default: scripts/results/benchmark-MODES.csv)")] = None,
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke.")

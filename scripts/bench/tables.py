@@ -23,6 +23,7 @@ from rich.console import Console
 
 from lrpe_md.testing import Case, bind, check
 
+from ..common.options import OUT
 from ..common.provenance import measured_on
 from .layers import WORKLOADS as LAYERS
 from .linear_measure import Run, time_calls
@@ -93,7 +94,7 @@ def main(
     at_least: Annotated[float, typer.Option(help="Minimum speed of tables relative to computed angles.")] = 0.0,
     limit: Annotated[float, typer.Option(help="Time budget in seconds; no measurement starts after it.")] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-tables.csv"),
+    out: Annotated[Path, OUT] = Path("scripts/results/benchmark-tables.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke.")

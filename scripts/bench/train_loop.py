@@ -28,7 +28,7 @@ from rich.console import Console
 from torch import nn
 
 from ..common.devices import choose_device
-from ..common.options import choose
+from ..common.options import OUT, choose
 from ..common.provenance import measured_on
 from ..train.config import settings_of
 from ..train.data.records import Records
@@ -194,7 +194,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Number of steps per turn.")] = 20,
     turns: Annotated[int, typer.Option(min=1, help="Number of turns per loop.")] = 3,
     number: Annotated[int, typer.Option(min=1, help="Number of latents to write to disk.")] = 8192,
-    out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-train-loop.csv"),
+    out: Annotated[Path, OUT] = Path("scripts/results/benchmark-train-loop.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool,

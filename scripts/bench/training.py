@@ -72,8 +72,8 @@ from ..common.provenance import measured_on
 from ..train.encodings import split_list, split_options
 from .hosted import HOSTED, Hosted, import_checkout
 from .measure import device_events
-from .workloads import MODELS as OURS
-from .workloads import Workload as Ours
+from .training_models import MODELS as OURS
+from .training_models import Workload as Ours
 
 COMPILE: dict[str, dict[str, Any]] = {
     "compiled": {"dynamic": False},

@@ -49,7 +49,7 @@ from lrpe_md.engine.linear.plan import LinearTile
 from lrpe_md.testing import Case, Inputs, bind
 
 from ..common.devices import gpu_name
-from ..common.options import LIMIT
+from ..common.options import LIMIT, OUT
 from ..common.provenance import git_commit, versions
 from . import linear_tune
 from .layers import WORKLOADS, Workload
@@ -366,7 +366,7 @@ def main(
     check: Annotated[
         bool, typer.Option("--check", help="Fail if a tile in the table is more than 3% slower than the best one.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Output CSV with all times.")] = Path("scripts/results/tune.csv"),
+    out: Annotated[Path, OUT] = Path("scripts/results/tune.csv"),
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="Number of times to re-time the best tiles.")] = 3,
     limit: Annotated[float, LIMIT] = 3600.0,

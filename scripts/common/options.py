@@ -16,6 +16,7 @@ from lrpe_md.checks import find_similar
 
 __all__ = [
     "LIMIT",
+    "OUT",
     "SEEDS",
     "Command",
     "choose",
@@ -58,6 +59,7 @@ def positive(value: float | None) -> float | None:
 
 
 LIMIT: Any = typer.Option(callback=positive, help="Time budget in seconds; no measurement starts after it.")
+OUT: Any = typer.Option(help="Output CSV; an existing file is replaced.")
 
 
 def finite(value: float | None) -> float | None:

@@ -6,7 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import pytest
@@ -15,6 +15,7 @@ from lrpe_md.scripts.visualize import gallery
 
 import lrpe_md
 from lrpe_md import integrations
+from lrpe_md.frequencies.axial import AxisMapName
 from lrpe_md.reference import ACTIVATIONS
 
 ROOT = Path(__file__).parents[2]
@@ -475,7 +476,8 @@ def test_the_tables_of_schemes_list_every_preset():
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     missing = sorted(set(lrpe_md.list_presets()) - set(named))
     assert sorted(named) == sorted(lrpe_md.list_presets()), f"add {missing} to the published schemes in docs/schemes.md"
-    assert re.findall(r"^\| `(\w+)` \|", errors, re.M) == measured_presets()
+    measured = re.findall(r"^\| `(\w+)` \|", errors, re.M)
+    assert measured == measured_presets(), "list the rounding errors in docs/schemes.md in the order of SCHEMES"
 
 
 def test_plots_have_a_copy_for_dark_pages():
@@ -544,6 +546,13 @@ def test_every_activation_is_listed():
     assert tuple(each.split()[0] for each in row.split(", ")) == tuple(ACTIVATIONS)
     (argument,) = re.findall(r"^ *act: (.*?)^ *dim: ", lrpe_md.cosine.__doc__ or "", re.M | re.S)
     assert tuple(re.findall(r'"(\w+)"', argument)) == tuple(ACTIVATIONS)
+
+
+def test_every_axis_map_is_listed():
+    page = (DOCS / "schemes.md").read_text(encoding="utf-8")
+    for name in get_args(AxisMapName):
+        assert f'"{name}"' in page
+        assert f'- ``"{name}"``: ' in (lrpe_md.axial_omega.__doc__ or "")
 
 
 def test_every_exported_name_is_in_the_reference():

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +12,7 @@ from lrpe_md.scripts.bench import counters as benchmark_counters
 from lrpe_md.scripts.bench import modes as benchmark_modes
 from lrpe_md.scripts.bench import operators as benchmark
 from lrpe_md.scripts.bench import report as benchmark_report
-from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.bench.app import COMMANDS, app
 from lrpe_md.scripts.bench.layers import Workload
 from lrpe_md.scripts.bench.measure import (
     COLUMNS,
@@ -106,7 +107,14 @@ def test_text(tmp_path):
     }
     assert (found.floor_bytes.loc["fwd"] == 2 * 2 * 2 * (4 + 2) * 12 * 16).all()
     assert [benchmark.takes(PEERS[half], "rotate", name) for name in ("vit224", "text")] == [False, True]
-    assert list(benchmark.ALL_WORKLOADS) == ["vit224", "img64", "video", "text"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_keep_the_committed_results(name):
+    """An example measures only a part, and must not replace the results of all measurements."""
+    out = signature(COMMANDS[name].run).parameters.get("out")
+    replaces = out is not None and out.default is not None and (ROOT / out.default).is_file()
+    assert not replaces or "--out " in COMMANDS[name].example
 
 
 def test_overwriting_peers_do_not_modify_grouped_inputs():

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 import torch
 from lrpe_md.scripts.bench import training as script
+from lrpe_md.scripts.bench import training_models
 from lrpe_md.scripts.bench import training_report as report
-from lrpe_md.scripts.bench import workloads as workloads
 from lrpe_md.scripts.bench.app import app
 from lrpe_md.scripts.bench.report import RESULTS
 from timm.models.eva import Eva
@@ -22,13 +22,13 @@ from typer.testing import CliRunner, Result
 from lrpe_md import Grid, RotateMd
 
 TINY = {"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
-VIT = workloads.ViT(
+VIT = training_models.ViT(
     "vit_tiny_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224", TINY, batch=2
 )
-VIDEO = workloads.Video(shape=(2, 3, 4), prefix=3, num_heads=2, head_dim=16, batch=2)
+VIDEO = training_models.Video(shape=(2, 3, 4), prefix=3, num_heads=2, head_dim=16, batch=2)
 SMALL = {"dim": 32, "depth": 1, "heads": 2, "size": 16, "batch": 3}
 BACKBONES = {
-    name: replace(workloads.MODELS[name], options={**SMALL, **options})  # pyright: ignore[reportArgumentType]
+    name: replace(training_models.MODELS[name], options={**SMALL, **options})  # pyright: ignore[reportArgumentType]
     for name, options in {
         "image": {"patch": 4},
         "video_model": {"frames": 4, "tubelet": 2},
@@ -77,7 +77,7 @@ def test_timm_none_equals_timms_rope_model_without_rope():
 @pytest.mark.parametrize("workload", [VIT, VIDEO, *BACKBONES.values()], ids=["vit", "video", *BACKBONES])
 def test_every_encoding_changes_the_loss(workload):
     losses = {}
-    encodings = workload.default if isinstance(workload, workloads.Backbone) else workload.baselines
+    encodings = workload.default if isinstance(workload, training_models.Backbone) else workload.baselines
     for encoding in encodings:
         torch.manual_seed(0)
         model = workload.build(encoding).eval()
@@ -97,7 +97,7 @@ def test_every_encoding_changes_the_loss(workload):
 def test_timm_rotary_equals_lrpe_md():
     grid = Grid((2, 3, 4), prefix=3)
     ours = RotateMd(16, 3, pairs="interleaved")
-    theirs = workloads.TimmRotary(ours.get_omega(), grid)
+    theirs = training_models.TimmRotary(ours.get_omega(), grid)
     q, k = torch.randn(2, 2, 4, 27, 16)
     for a, b in zip(theirs(q, k, positions=grid), ours(q, k, positions=grid), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -206,8 +206,8 @@ def test_a_step_leaves_nothing_in_the_graphs_memory(mode, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", BACKBONES)
 def test_backbones_have_the_scripts_sizes(name):
-    workload = workloads.MODELS[name]
-    assert isinstance(workload, workloads.Backbone)
+    workload = training_models.MODELS[name]
+    assert isinstance(workload, training_models.Backbone)
     assert set(workload.default) <= set(workload.baselines)
     params = sum(p.numel() for p in workload.build("none").parameters())
     assert f"{params / 1e6:.1f} M parameters" in (workload.training.__doc__ or "")
@@ -244,7 +244,7 @@ def test_norms_in_separate_launches():
 
 
 def test_graph_breaks_are_counted():
-    class Breaking(workloads.Video):
+    class Breaking(training_models.Video):
         def loss(self, model, *inputs):
             loss = super().loss(model, *inputs)
             torch._dynamo.graph_break()
@@ -265,7 +265,7 @@ def test_graph_breaks_are_counted():
         return list(rows.graph_breaks)
 
     shape = {"shape": (2, 3, 4), "prefix": 3, "num_heads": 2, "head_dim": 16, "batch": 2}
-    assert breaks(workloads.Video(**shape)) == [0]
+    assert breaks(training_models.Video(**shape)) == [0]
     assert breaks(Breaking(**shape)) == [1]
 
 
@@ -422,7 +422,7 @@ def test_graphs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("name", "kind"), [("linear-cosine", "CosineMd"), ("linear-axial", "RotateMd")])
 def test_the_vits_have_linear_attention(name, kind):
     small = {"embed_dim": 32, "depth": 1, "num_heads": 2, "img_size": 32, "num_classes": 4}
-    workload: Any = replace(workloads.MODELS["vit_b_1024"], kwargs=small)  # pyright: ignore
+    workload: Any = replace(training_models.MODELS["vit_b_1024"], kwargs=small)  # pyright: ignore
     model = workload.build(name)
     assert model.blocks[0].attn.attention == "linear"
     assert type(model.encoding).__name__ == kind
@@ -431,7 +431,7 @@ def test_the_vits_have_linear_attention(name, kind):
 
 
 def test_presets_and_options_of_a_backbone():
-    dit = workloads.MODELS["dit"]
+    dit = training_models.MODELS["dit"]
     assert script.with_baselines(dit, ["wan:base=50", "cosine:act=relu", "axial"]) == [
         "none", "cosine:act=relu", "wan:base=50",
     ]  # fmt: skip

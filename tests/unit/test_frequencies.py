@@ -1,6 +1,8 @@
 """Frequencies: series, axis maps, directions, scalings."""
 
 import math
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from lrpe_md import axial_omega, geometric_theta
 from lrpe_md.frequencies import mixed_omega
-from lrpe_md.frequencies.axial import AXIS_MAPS, split_channels
+from lrpe_md.frequencies.axial import AXIS_MAPS, AxisMapName, split_channels
 from lrpe_md.frequencies.dense import (
     dense_omega,
     golden_directions,
@@ -121,6 +123,10 @@ def test_maps(axis_map):
     assert axes_and_members(omega, series) == expected
     omega = axial_omega(series, 5, 2, axis_order="minor_first", axis_map=axis_map, sections=sections[::-1])
     assert axes_and_members(omega, series) == [(1 - axis, member) for axis, member in expected]
+
+
+def test_every_axis_map_is_in_its_type():
+    assert get_args(AxisMapName) == (*AXIS_MAPS, "head")
 
 
 def test_default_sections():
@@ -487,6 +493,21 @@ def test_gaps_before_between_and_after():
     assert axes == [None, 1, 2, 1, 2, None, 0, 0, None, None]
     axes, _ = owners(axial_omega(COUNT, 4, 2, axis_map="head", gaps=(1, 1))[0])
     assert axes == [None, 0, 0, None]
+
+
+@pytest.mark.parametrize("axis_map", AXIS_MAPS)
+def test_gaps_of_each_axis_map(axis_map):
+    """Axes that take turns form a single block, so no gap can separate them."""
+    sections, channels = MAPS[axis_map]
+    expected = [axis for axis, _ in channels]
+    gaps = (1, 2, 3) if expected == sorted(expected) else (1, 3)
+    call = partial(axial_omega, COUNT, axis_order="major_first", axis_map=axis_map, sections=sections)
+    axes, _ = owners(call(5 + sum(gaps), 2, gaps=gaps)[0])
+    if len(gaps) == 3:
+        expected[sections[0] : sections[0]] = [None, None]
+    assert axes == [None, *expected, None, None, None]
+    with pytest.raises(ValueError, match=f"gaps: expected {len(gaps)} channel counts"):
+        call(5, 2, gaps=(0,) * (5 - len(gaps)))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,15 @@ def test_layers_of_the_engine(folder):
     assert folder != "kernels" or all(n.startswith("engine.kernels") for n in names)
 
 
+def test_every_file_has_the_same_version():
+    """CITATION.cff and the newest release of the changelog have the package's version."""
+    (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
+    released = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert [cited, released[0]] == [lrpe_md.__version__] * 2, (
+        "set one version in CITATION.cff, CHANGELOG.md and lrpe_md"
+    )
+
+
 INDUCTOR = PACKAGE / "engine" / "inductor"
 PRIVATE_NAME = re.compile(
     r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*|\bfrom torch(?:\.\w+)*\._\w+|\._cdata\b|_backward_cls|_current_level"
@@ -148,6 +157,32 @@ def test_torch_has_the_private_name(name):
     for part in parts:
         assert hasattr(found, part), f"{name}, read from torch {READ_FROM[name]}, is gone from {torch.__version__}"
         found = getattr(found, part)
+
+
+def find_torch_names(path: Path) -> set[str]:
+    """Return the full names of everything in torch that a file imports, or reads as an attribute of an import."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imported_names = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            imported_names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    names = set(imported_names.values())
+    for node in ast.walk(tree):
+        base, *attributes = ast.unparse(node).split(".") if isinstance(node, ast.Attribute) else [""]
+        if base in imported_names and all(each.isidentifier() for each in attributes):
+            names.add(".".join([imported_names[base], *attributes]))
+    return names
+
+
+def test_every_private_name_of_torch_is_listed():
+    """A new version of torch may remove names, and the test above only looks up those in READ_FROM."""
+    names = {name for path in FILES for name in find_torch_names(path) if re.search(r"\._(?!_)", name)}
+    # Parents and attributes of a listed name need no entry.
+    missing = {
+        name for name in names
+        if not any(f"{listed}.".startswith(f"{name}.") or name.startswith(f"{listed}.") for listed in READ_FROM)
+    }  # fmt: skip
+    assert not missing, "add these names to READ_FROM, and to the page on architecture"
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:

@@ -1,9 +1,9 @@
 """Wrap private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
 
-``READ_FROM`` maps each name to the torch version in which we looked it up, and includes the names in lowering.py and
-core/recording.py. A test looks up all names, and reports any that a new version of torch has removed. The attributes
-``_cdata`` and ``_backward_cls`` are not listed. If torch removes a name that is bound at module level, the import
-fails. If it removes any other name, calls fail.
+``READ_FROM`` maps each name to the torch version in which we looked it up, and includes the names in lowering.py,
+core/recording.py and the integrations. A test looks up all names, and reports any that a new version of torch has
+removed. Attributes of objects, such as ``_cdata``, are not listed. If torch removes a name that is bound at module
+level, the import fails. If it removes any other name, calls fail.
 """
 
 from __future__ import annotations
@@ -52,6 +52,15 @@ READ_FROM: dict[str, str] = {
     "torch._inductor.lowering.register_lowering": _V214,
     "torch._inductor.virtualized.V": _V214,
     "torch._subclasses.fake_tensor.unset_fake_temporarily": _V214,
+    "torch._C._autograd._saved_tensors_hooks_is_enabled": _V214,
+    "torch._C._autograd._top_saved_tensors_default_hooks": _V214,
+    "torch._C._current_graph_task_id": _V214,
+    "torch._ops.OpOverload": _V214,
+    "torch.autograd.Variable._execution_engine": _V214,
+    "torch.nn.modules.module._global_backward_hooks": _V214,
+    "torch.nn.modules.module._global_backward_pre_hooks": _V214,
+    "torch.nn.modules.module._global_forward_hooks": _V214,
+    "torch.nn.modules.module._global_forward_pre_hooks": _V214,
 }
 
 are_transforms_active = torch._C._are_functorch_transforms_active
