@@ -136,7 +136,8 @@ def rope_frequencies(
             or "proportional", and the fields that this type uses: ``rope_theta``, ``partial_rotary_factor``,
             ``factor``, ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``,
             ``truncate``, ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
-            ``high_freq_factor``. Other fields are ignored. None means "default".
+            ``high_freq_factor``. Other fields are ignored. None means "default". If a config has a dict for each layer
+            type, as in Gemma 3, call this function once for each of them.
         head_dim: number of channels per head, D. The rotated width R is ``int(D * partial_rotary_factor)``, or D
             without that field. For "proportional", R is always D, and the remaining channels have θ = 0.
         max_position_embeddings: maximum length in the config. "dynamic" scales from this length. This length is also
@@ -152,21 +153,15 @@ def rope_frequencies(
 
     Raises:
         TypeError: if rope_parameters is not a dict.
-        ValueError: if the type is unknown, a field or the base is missing, or the width is odd.
+        ValueError: if the type is unknown, a field, the base, or the type of a ``factor`` is missing, the width is odd,
+            or rope_parameters has a dict for each layer type.
 
     Sources: the papers cited in :func:`lrpe_md.linear_scaling` and the other scalings. The fields are the same as in
     ``modeling_rope_utils.py`` of transformers 5.23. The results agree up to float32 rounding. That file has no "ntk"
     type.
     """
-    if rope_parameters is not None and not isinstance(rope_parameters, Mapping):
-        raise TypeError(
-            f"rope_parameters: expected a dict, got {type(rope_parameters).__name__}; for a config, pass "
-            "config.rope_parameters"
-        )
-    fields = rope_parameters or {}
+    fields = _checked_fields(rope_parameters)
     kind = _type(fields)
-    if kind not in RULES:
-        raise ValueError(f"rope_type: expected one of {tuple(RULES)}, got {kind!r}")
     width = _rotated_width(fields, head_dim, kind)
     base = fields.get("rope_theta") or base
     if base is None:
@@ -178,6 +173,29 @@ def rope_frequencies(
         theta = geometric_theta(width // 2, base)
         theta, amplitude = RULES[kind](theta, _Model(fields, head_dim, max_position_embeddings, seq_len))
     return theta.to(dtype), amplitude
+
+
+def _checked_fields(rope_parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if rope_parameters is not None and not isinstance(rope_parameters, Mapping):
+        raise TypeError(
+            f"rope_parameters: expected a dict, got {type(rope_parameters).__name__}; for a config, pass "
+            "config.rope_parameters"
+        )
+    fields = rope_parameters or {}
+    if layer_types := [name for name, value in fields.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"rope_parameters: expected the fields of one layer type, got a dict for each of {layer_types}; pass one "
+            f"of them, such as config.rope_parameters[{layer_types[0]!r}]"
+        )
+    kind = _type(fields)
+    if kind not in RULES:
+        raise ValueError(f"rope_type: expected one of {tuple(RULES)}, got {kind!r}")
+    if fields.get("factor") is not None and not (fields.get("rope_type") or fields.get("type")):
+        raise ValueError(
+            "rope_type: expected the type of scaling for 'factor', got None, which would ignore the factor; add "
+            "rope_type, such as 'linear', or remove factor"
+        )
+    return fields
 
 
 def _rotated_width(fields: Mapping[str, Any], head_dim: int, kind: str) -> int:

@@ -125,6 +125,8 @@ def test_yarn_amplitude():
         ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}, 64, "expected 'factor' for"),
         ({"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}, 64, "'long_factor'"),
         ({**LLAMA3, "high_freq_factor": None, "factor": 8.0}, 64, "'high_freq_factor'"),
+        ({"factor": 4.0}, 64, "rope_type: expected the type of scaling for 'factor', got None"),
+        ({"full_attention": {"rope_theta": 1e6}}, 64, r"config\.rope_parameters\['full_attention'\]"),
         ({"partial_rotary_factor": 0.3}, 10, r"head_dim: expected an even number of rotated channels, got 3 of 10"),
     ],
 )
@@ -138,9 +140,7 @@ def test_a_config_instead_of_its_fields():
         rope_frequencies(SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 64)
 
 
-@pytest.mark.parametrize(
-    "fields", [None, {"rope_type": "linear", "factor": 4.0}, {"full_attention": {"rope_theta": 1e6}}]
-)
+@pytest.mark.parametrize("fields", [None, {"rope_type": "linear", "factor": 4.0}])
 def test_a_base_outside_the_fields_is_not_assumed(fields):
     with pytest.raises(ValueError, match=r"base: expected the model's rope_theta, .*pass base=config\.rope_theta"):
         rope_frequencies(fields, 64)
