@@ -307,7 +307,7 @@ def _advise(kwargs: dict[str, Any]) -> str:
 
 
 def explain_misplaced_options(function: F) -> F:
-    """Raise an error that mentions ``encoding_kwargs`` if the function itself receives an option of the encoding."""
+    """Raise an error that says where to put an option of the encoding, or a reference, that the function receives."""
     own = inspect.signature(function).parameters.keys()
     options = encoding_options("cosine") | encoding_options("rotate") | encoding_options("eva02")
     options -= {*own, "device", "dtype", "num_heads"}
@@ -319,6 +319,11 @@ def explain_misplaced_options(function: F) -> F:
             raise TypeError(
                 f"{key}: belongs in encoding_kwargs, got it as an argument of {name}; pass "
                 f"encoding_kwargs={{{key!r}: {kwargs[key]!r}}}"
+            )
+        if "reference" in kwargs and not own & {"reference", "positions"}:  # positions= has no reference
+            raise TypeError(
+                f"reference: belongs to the model, got it as an argument of {name}; set "
+                f"model.reference = {kwargs['reference']!r} afterwards"
             )
         return function(*args, **kwargs)
 

@@ -43,6 +43,7 @@ __all__ = [
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Learnable = bool | Literal["raw"]
 Phase = bool | Literal["k"]
+BUILT_FROM = {"axis_order", "base", "frequencies", "learnable", "preset", "seed"}  # read only when a module is built
 DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # from RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
 CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encoding_kwargs of a model"
@@ -110,6 +111,14 @@ class FrequencyModule(nn.Module):
     describes = True  # whether describe() fully describes the encoding
     takes_norm = True  # whether forward accepts a norm
     moved: tuple[int, ...] = ()  # axes whose positions come from set_places
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in BUILT_FROM and name in self.__dict__:
+            raise AttributeError(
+                f"{name}: expected no change after the module is built, because it would have no effect, got "
+                f"{show_value(value)}; build a new module, or scale the frequencies with module.adjust(ratio)"
+            )
+        super().__setattr__(name, value)
 
     def __init__(
         self,

@@ -221,6 +221,9 @@ def test_option_of_the_encoding_outside_encoding_kwargs():
     for name, call in calls.items():
         with pytest.raises(TypeError, match=message.format(name)):
             call(base=100)
+        if name != "adapt_attention":
+            with pytest.raises(TypeError, match=rf"argument of {name}; set model.reference = \(4, 4\) afterwards$"):
+                call(reference=(4, 4))
     with pytest.raises(TypeError, match="unexpected keyword argument 'bass'"):
         calls["adapt"](bass=100)
     assert type(model) is timm.models.VisionTransformer
