@@ -556,7 +556,7 @@ def test_texts_that_do_not_fit():
             call()
     wrong = dit(text=False, text_encoder=Foreign())
     wrong.text_encoder.forward = lambda labels: torch.ones(2, 1, 16)
-    with pytest.raises(TypeError, match=r"text_encoder: expected an encoder that returns a .*Text\(.*, got Tensor"):
+    with pytest.raises(TypeError, match=r"text_encoder: expected an encoder that returns an .*Text\(.*, got Tensor"):
         wrong(x, t, torch.tensor([1, 2]))
 
 

@@ -535,10 +535,10 @@ def test_micro_batches_and_the_whole_batch_agree(data, tmp_path, monkeypatch, ki
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
-KINDS = ["labels", "features", "clips", "buckets", "bucketed clips", "shards"]
+RETESTED = ["labels", "features", "clips", "buckets", "bucketed clips", "shards"]
 
 
-@pytest.mark.parametrize("kind", slow_except(["labels", "features"], KINDS))
+@pytest.mark.parametrize("kind", slow_except(["labels", "features"], RETESTED))
 def test_finished_run_is_tested_at_another_size(data, tmp_path, capsys, kind):
     """The test size affects neither the training samples nor the weights. Held-out samples are read at that size."""
     chosen = config({**data[kind], "test_size": 0}, tmp_path / "run")
@@ -650,7 +650,6 @@ PROMPTS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.slow
 def test_an_unknown_negative_class_is_named(runs, tmp_path):
     given = ["--prompt", "red", "--negative", "purple", "--steps", 2, "--device", "cpu"]
     refused = invoke("sample", runs["labels"], *given, "--images", 1, "--out", tmp_path / "sheet.png")

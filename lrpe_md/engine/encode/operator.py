@@ -54,9 +54,8 @@ class Encode(Operator):
 
     def list_learned(self, call: Call, inputs: Xs) -> tuple[Tensor | None, ...]:
         cos, sin, _ = call.cos_sin
-        if call.weights is not NO_WEIGHTS:
-            return call.tables.omega, call.tables.phase, cos, sin, *call.weights
-        return (call.tables.omega, call.tables.phase) if cos is None else (None, None, cos, sin)
+        learned = call.tables[:2] if cos is None and call.weights is NO_WEIGHTS else (*call.tables[:2], cos, sin)
+        return learned if call.weights is NO_WEIGHTS else (*learned, *call.weights)
 
     def list_constants(self, call: Call) -> tuple[Tensor | None, ...]:
         return call.tables[2:]
