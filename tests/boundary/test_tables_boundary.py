@@ -140,7 +140,7 @@ def test_transforms(device):
         grad(lambda q: rotate(q, tables=tables, prefix=1, impl="triton").sum())(q)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @parametrize_each("kind impl dynamic learned", KINDS, IMPLS, [False, True], [False, True])
 @pytest.mark.parametrize("backend", COMPILERS)
 def test_compile_training(kind, impl, dynamic, learned, backend, device):

@@ -157,7 +157,8 @@ def test_unmapped_features_are_read_in_place(mask, changes, head_dim, cut):
     assert_within_budget(replace(case, act="none", normalizer="none", **changes))
 
 
-@pytest.mark.parametrize("name", slow_except(["rotate"], ["cosine", "rotate"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cosine", "rotate"])
 def test_thread_sums_tokens_before_frequencies(name, cut):
     """In tiles of 64 tokens and 64 channels, a thread has four tokens with four warps, and two of 32 tokens."""
     assert_within_budget(
@@ -511,14 +512,21 @@ CAUSAL = [
     {}, {"map": "rotate", "phase": "both", "gate": "float"}, {"map": None, "shape": (67,), "prefix": 0},
     {"normalizer": "none", "act": "silu", "shape": (67,), "heads": (2, 2)}, {"heads": (4, 4), "v_dim": 24},
     {"cu_seqlens": (5, 0, 9, 2), "batch": 1}, {"phase": "k", "omega_heads": 2}, STEADY,
-    {"map": "rotate", "head_dim": 72, "gate": "nan"}, {"head_dim": 72, "cu_seqlens": (5, 0, 9, 2), "norm": "layer"},
+    {"map": "rotate", "head_dim": 72, "gate": "nan"},
 ]  # fmt: skip
+NORMED = [{"head_dim": 72, "cu_seqlens": (5, 0, 9, 2), "norm": "layer", "batch": 1}]
 
 
 @parametrize_each("changes state cut", CAUSAL, [False, True], MASKED, fixtures=["cut"])
 def test_causal(changes, state, cut):
     changes = {"act": "softplus", "batch": 1, **changes}
     assert_within_budget(LinearCase(mask="causal", state=state, return_state=state, **changes))
+
+
+@pytest.mark.slow
+@parametrize_each("changes state cut", NORMED, [False, True], MASKED, fixtures=["cut"])
+def test_causal_norm_of_padded_features(changes, state, cut):
+    test_causal(changes, state, cut)
 
 
 BLOCKS = [{"prefix": 0}, {"prefix": 2, "suffix": 3}, {"map": "rotate", "gate": "float"}, STEADY]

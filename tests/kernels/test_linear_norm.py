@@ -167,6 +167,7 @@ def test_gated_tokens_do_not_affect_weight_gradients(cut):
             assert torch.equal(t, clean[name]), name
 
 
+@pytest.mark.slow
 def test_deterministic(cut):
     inputs = make_linear_inputs(LinearCase("rotate", (6, 7), batch=1, norm="layer", mask="causal"))
     first, second = run_linear(inputs, "triton"), run_linear(inputs, "triton")

@@ -136,6 +136,7 @@ def test_backward_forms_again_what_was_not_kept(monkeypatch):
         assert torch.equal(t, expected[name]), name
 
 
+@pytest.mark.slow
 def test_gradients_are_deterministic():
     inputs = make_linear_inputs(replace(DELTA, heads=(2, 1), batch=2, gate="float"))
     first, second = run_linear(inputs, "triton"), run_linear(inputs, "triton")
@@ -167,6 +168,7 @@ def test_pieces_of_tokens(changes, state, many_pieces):
     assert_within_budget(replace(CAUSAL, state=state, return_state=state, **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(
     "changes",

@@ -177,6 +177,7 @@ def test_only_weights_require_gradients(over):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @both
 def test_deterministic(over):
     inputs = make_inputs(Case("rotate", (6, 7), norm="rms", norm_over=over))

@@ -154,7 +154,7 @@ def test_modules_write_into_a_cache():
 # --- under torch.compile ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("start", [False, True])
 def test_compiled(dynamic, start):

@@ -182,6 +182,7 @@ def test_videos_by_a_table():
         video(encoding=scheme, attention="linear", causal="frames", class_token=False, global_pool="avg").stream(x)
 
 
+@pytest.mark.slow
 def test_a_table_compiles():
     torch.compiler.reset()
     model, x = vit(encoding=TABLE), torch.randn(2, 3, 24, 40)

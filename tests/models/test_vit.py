@@ -766,6 +766,7 @@ def test_presets_with_dropped_patches(name):
     assert kept.shape == (2, 14)
 
 
+@pytest.mark.slow
 def test_presets_compile_once_for_all_sizes():
     # 16 pairs, a number that also occurs as a number of rows
     model, graphs = lrpe_vit(encoding="eva02", embed_dim=64, depth=1), []
@@ -1127,6 +1128,7 @@ def test_adapt_twice():
     assert not any(name.startswith("encoding") for name in model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -100,6 +100,7 @@ def test_programs_are_modules_of_a_checkout():
         assert f"Usage: lrpe-md {module.rpartition('.')[2]}" in shown.out
 
 
+@pytest.mark.slow
 def test_program_starts_in_a_new_process():
     """Start a program without preloaded packages."""
     done = subprocess.run(
@@ -238,6 +239,7 @@ def test_help_imports_nothing_heavy(tmp_path, arguments):
     assert "did you mean 'train'" in done.stderr or arguments[-1] != "trian"
 
 
+@pytest.mark.slow
 def test_names_of_the_package_are_found_when_the_command_uses_them(tmp_path):
     command = tmp_path / "lrpe-md"
     command.write_text("import lrpe_md, sys\nassert 'torch' not in sys.modules\nprint(lrpe_md.Grid((2, 3)).shape)\n"

@@ -51,6 +51,7 @@ def assert_agrees(config, impl, device="cpu"):
     assert not found.mismatches, f"{config!r}: {'; '.join(map(str, found.mismatches))}"
 
 
+@pytest.mark.slow
 def test_a_configuration_that_hangs_ends_the_process():
     code = """
 import time
@@ -88,6 +89,7 @@ FOUND_ON_GPUS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("seed", [1292, 1294])  # encoded features that cancel in the denominator of a causal mask
 def test_denominators_near_zero(seed):

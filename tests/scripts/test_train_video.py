@@ -430,6 +430,7 @@ def train_once(footage, out, **options):
     )
 
 
+@pytest.mark.slow
 @needs_decoder
 def test_footage_is_decoded_once_across_runs(footage, tmp_path, monkeypatch):
     """The cache key is the file's content, the size and the decoder. Damaged or incomplete entries are recomputed."""

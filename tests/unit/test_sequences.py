@@ -320,6 +320,7 @@ def test_float32_holds_positions_up_to_its_limit():
     assert math.prod(compose(Grid((2, 3)), dtype=torch.float32).coords.shape) == 12
 
 
+@pytest.mark.slow
 def test_compose_compiles_once_for_all_sizes():
     from torch._dynamo.testing import CompileCounter
 
