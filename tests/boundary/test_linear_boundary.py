@@ -269,7 +269,7 @@ def test_compile_training(changes, dynamic, impl, device):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("map", "mask"), [*product(["cosine", "rotate", None], ["full"]), ("cosine", "causal"), ("rotate", "block")]
 )

@@ -60,6 +60,7 @@ def test_gradcheck_and_gradgradcheck(kind, impl, act, device):
     assert torch.autograd.gradgradcheck(f, xs, fast_mode=True)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_norm(device):
     xs, tables = draw(device, "full", batch=1)
     weight = torch.rand(8, dtype=torch.float64, device=device, requires_grad=True)

@@ -624,6 +624,7 @@ def test_the_random_state_is_left(launches):
 # --- compilers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow_except(["hf_llama", "torchtune, positions"], [*SOME, "torchtune, positions", "lightning", "timm, half"]),

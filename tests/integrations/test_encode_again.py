@@ -193,6 +193,7 @@ def test_transforms_and_other_hooks_take_the_plain_way(device):
     torch.testing.assert_close(torch.autograd.grad(y, qkv)[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("map", "act", "learn"), list(itertools.product(MAPS, ["none", "silu"], [False, True])))
 def test_the_gradient_is_written_in_place(map, act, learn, device, monkeypatch):
     """The kernels write dq and dk, a copy writes dv, and nothing is stacked."""
@@ -237,7 +238,7 @@ def test_the_gradient_of_a_packed_projection(map, batched, num_key_heads, device
     assert torch.equal(found, expected)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"act": "silu", "normalizer": "none"}], ids=str)
 @pytest.mark.parametrize("shape", [(6, 6), (20, 20)], ids=["one pass", "two"])
 @pytest.mark.parametrize("map", [*MAPS, None])

@@ -83,6 +83,7 @@ def test_exported_for_any_size(exported):
     assert not {op for op in operators if "remainder" in str(op)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", MODELS)
@@ -129,6 +130,7 @@ def test_onnx(exported, tmp_path):
 OLDER = [name for name in MODELS if name != "timm's mixed"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OLDER)
 @pytest.mark.parametrize("fused", [True, False])

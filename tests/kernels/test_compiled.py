@@ -149,7 +149,7 @@ def split_by_views(qkv, num_key_heads):
     return split_projection(qkv, num_key_heads)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("num_key_heads", [None, 2])
 @pytest.mark.parametrize(
     ("kind", "device", "language"),

@@ -92,6 +92,7 @@ def unpatched():
     return undo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(act="softmax", dim=-2), Case("rotate", coords="by_sample", phase=True)], ids=str)
 def test_patched_interpreter_gives_the_same_bits(case, unpatched):
     inputs = make_inputs(case)

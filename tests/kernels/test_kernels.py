@@ -114,6 +114,7 @@ CUTS = {
 }
 
 
+@pytest.mark.slow
 @parametrize_each("name map coords", list(CUTS), ["cosine", "rotate"], ["grid", "by_sample"])
 def test_every_work_partition(monkeypatch, count_launches, name, map, coords):
     """Programs loop over blocks of tokens, samples and heads. Parts and shares do not divide evenly."""
@@ -149,6 +150,7 @@ def test_channels_not_a_power_of_two(count_launches, case):
     assert blocks == {(case.channels // width, width)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [Case("cosine", (7, 8), head_dim=24), Case("rotate", (7, 8), head_dim=48, heads=(3,))], ids=str
 )
@@ -226,6 +228,7 @@ def test_fast_frequencies_far_on_a_grid(size, frequency):
     assert (cosine(x, omega=omega, positions=grid, impl="triton") - exact).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [LONG_STRIDE - 1, LONG_STRIDE])
 def test_long_strides(stride):
     """Long strides of tokens are passed in 64 bits."""

@@ -148,6 +148,7 @@ def test_states_of_any_width_are_in_the_order_of_the_features(name, head_dim):
     assert_within_budget(replace(case, return_state=True, normalizer="encoded", act="softplus", base=1e8))
 
 
+@pytest.mark.slow
 @parametrize_each(
     "cut mask changes head_dim", CUTS, ["full", "causal"], [{}, {"state": True, "return_state": True}], [16, 24],
     fixtures=["cut"],
@@ -166,6 +167,7 @@ def test_thread_sums_tokens_before_frequencies(name, cut):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize(
     ("name", "changes"),
@@ -317,6 +319,7 @@ GATES = ("float", "bool", "nan")
 GATED = [*product(["full"], GATES, CUTS), *each_value_rows(["causal", "block"], GATES, MASKED)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "gate", "cut"), GATED, indirect=["cut"])
 def test_gates(mask, gate, cut):
     assert_within_budget(
@@ -361,6 +364,7 @@ def widths(request, monkeypatch):
     call_cache.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0, 4, 9])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @pytest.mark.parametrize("name", ["cosine", "rotate", None])
@@ -473,6 +477,7 @@ PARTS_OF_THE_COSINE_MAP = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @parametrize_each(
     "changes normalizer mask cut", PARTS_OF_THE_COSINE_MAP, ["unrotated", "encoded", "none"],
     ["full", "causal", "block"], CUTS, fixtures=["cut"],

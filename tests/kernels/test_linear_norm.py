@@ -108,6 +108,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @parametrize_each("changes kind cut", CHANGES, KINDS, CUTS, fixtures=["cut"])
 def test_weights_positions_and_strides(changes, kind, cut):
     case = LinearCase(**{"norm": kind, **FEW[cut], **changes})

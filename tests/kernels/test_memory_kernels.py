@@ -153,6 +153,7 @@ def test_tokens(name, normalizer):
     assert_within_budget(replace(CAUSAL, map=name, **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(
     "changes",

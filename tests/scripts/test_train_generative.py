@@ -563,6 +563,7 @@ def test_finished_run_is_tested_at_another_size(data, tmp_path, capsys, kind):
             assert torch.equal(x, larger_source.values.batch(np.array([i]), 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["labels", "clips", "latents", "shards"])
 def test_runs_from_before_the_test_size_was_free(data, tmp_path, name):
     """A run whose training data would be the same in this version can be resumed."""

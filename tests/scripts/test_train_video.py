@@ -304,6 +304,7 @@ def test_model_without_temporal_positions_is_at_chance(footage, tmp_path, encodi
             assert value == pytest.approx(result["chance"])
 
 
+@pytest.mark.slow
 @needs_decoder
 @pytest.mark.parametrize("attention", VIDEOS.attentions)
 def test_every_encoding_can_be_built(attention, tmp_path):

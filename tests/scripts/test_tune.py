@@ -45,6 +45,7 @@ def test_candidates(place):
         assert {(tile.max_registers, tile.stages) for tile in others} == {(None, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", slow_except(PLACES[::9], PLACES), ids=str)
 def test_problem_uses_its_tile(place):
     """A problem doesn't use any other tile in the row. This test runs in the interpreter on few tokens."""

@@ -668,6 +668,7 @@ def save_scheme(path: Path, **changes: Any) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_scheme_in_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     views: list[visualize.View] = []
     draw = visualize.draw

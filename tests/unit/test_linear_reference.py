@@ -527,6 +527,7 @@ def test_factories():
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_derivatives_of_any_order(mask):
     """Differentiate with respect to every float input, including coordinates and amplitude."""

@@ -167,6 +167,7 @@ def test_rules_are_differentiable():
     assert torch.autograd.gradcheck(call, (scale,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow_except(["centre whole"], ["interpolate", "centre whole", "cells by the shorter", "crop", "offset first"]),
