@@ -47,6 +47,7 @@ def test_layouts(case, layout, heads, batch, pairs):
     assert not violations(replace(case, batch=3, tables_batch=3 if batch > 1 else 1, heads=(2,), layout="odd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -129,6 +129,7 @@ def test_every_work_partition(monkeypatch, count_launches, name, map, coords):
     assert not violations(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -537,6 +537,7 @@ def test_causal_norm_of_padded_features(changes, state, cut):
 BLOCKS = [{"prefix": 0}, {"prefix": 2, "suffix": 3}, {"map": "rotate", "gate": "float"}, STEADY]
 
 
+@pytest.mark.slow
 @parametrize_each("changes state cut", BLOCKS, [False, True], MASKED, fixtures=["cut"])
 def test_blocks(changes, state, cut):
     case = LinearCase(mask="block", shape=(4, 5), block=5, batch=1, state=state, return_state=state)

@@ -63,6 +63,7 @@ def test_activations(act, kind):
     assert_within_budget(LinearCase("rotate", act=act, dim=dim, normalizer=normalizer, head_dim=24, norm=kind))
 
 
+@pytest.mark.slow
 @parametrize_each("mask gate kind cut", ["full", "causal", "block"], ["float", "nan"], KINDS, CUTS, fixtures=["cut"])
 def test_masks_and_gates(mask, gate, kind, cut):
     assert_within_budget(
@@ -124,6 +125,7 @@ CAUSAL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @parametrize_each("changes state cut", CAUSAL, [False, True], CUTS, fixtures=["cut"])
 def test_causal(changes, state, cut):
     assert_within_budget(
@@ -143,6 +145,7 @@ def test_packed_sequences(lengths, cut):
     )
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize(
     "changes",

@@ -265,6 +265,7 @@ def test_both_directions_without_decay_read_all_frames(build):
     torch.testing.assert_close(run(models[1], x), expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["linear", ("linear", "linear", "linear", "softmax")], ids=str)
 @pytest.mark.parametrize("name", MEMORIES)

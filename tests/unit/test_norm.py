@@ -53,7 +53,7 @@ def test_groups_of_tokens_equal_separate_calls(over):
         assert torch.equal(found[:, :, rows], expected[:, :, rows])
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("change", [{}, {"norm_groups": 3, "suffix": 2}, {"norm_weight": "by_head", "act": "silu"}])
