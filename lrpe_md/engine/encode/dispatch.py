@@ -59,12 +59,12 @@ def run_encoding(
             call = call._replace(launches=cache_call(key, Call(call.spec, call.layout, NO_TABLES, {})).launches)
         constants = ENCODE.list_constants(call)
     elif caller_tables is not None:
-        tables, cos_sin, constants = NO_TABLES, caller_tables.cos_sin, ()
-        call = Call(cached_call.spec, cached_call.layout, tables, cached_call.launches, weights, cos_sin)
+        cos_sin, constants = caller_tables.cos_sin, ()
+        call = Call(cached_call.spec, cached_call.layout, NO_TABLES, cached_call.launches, weights, cos_sin)
     else:
         grid: Any = positions
-        constants = origin, _ = grid.origin, amplitude
-        tables = Tables(omega, phase, None, origin, None, None, amplitude)
+        constants = grid.origin, amplitude
+        tables = Tables(omega, phase, None, grid.origin, None, None, amplitude)
         call = Call(cached_call.spec, cached_call.layout, tables, cached_call.launches, weights)
     if target is None and call.tables.phase is phase and (phase is None or phase.ndim == 2):
         impl = options.impl

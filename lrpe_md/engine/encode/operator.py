@@ -53,9 +53,11 @@ class Encode(Operator):
         return (list(inputs),)
 
     def list_learned(self, call: Call, inputs: Xs) -> tuple[Tensor | None, ...]:
-        cos, sin, _ = call.cos_sin
-        learned = call.tables[:2] if cos is None and call.weights is NO_WEIGHTS else (*call.tables[:2], cos, sin)
-        return learned if call.weights is NO_WEIGHTS else (*learned, *call.weights)
+        learned = call.tables[:2]
+        if call.cos_sin.cos is None and call.weights is NO_WEIGHTS:
+            return learned  # autograd takes time for each argument, even None
+        learned += call.cos_sin[:2]
+        return learned if call.weights is NO_WEIGHTS else learned + call.weights
 
     def list_constants(self, call: Call) -> tuple[Tensor | None, ...]:
         return call.tables[2:]
