@@ -15,7 +15,7 @@ from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
 from ..train.tasks import digits, lm
-from .tasks import TASKS, Task
+from .tasks import TASKS, TESTED, Task
 
 KEYS = ["encoding", "attention"]
 RISE = "largest rise in loss"
@@ -25,7 +25,6 @@ SOURCES = {
     "final loss": "loss", RISE: "loss_rise", "ms per step": "step_ms", "million tokens per second": "step_ms",
     "peak memory, GiB": "peak_mib", "s per training": "train_seconds",
 }  # fmt: skip
-TESTED = {"test_images": "images", "test_clips": "clips", "test_videos": "videos"}  # by column of results.csv
 POSITIONS = {"extrapolated": "are one unit apart, as in training", "rescaled": "are mapped onto the training grid"}
 
 

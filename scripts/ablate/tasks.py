@@ -476,13 +476,8 @@ COLUMNS = (
     "encoding", "attention", "seed", "params", "loss", "loss_rise", "train_seconds", "step_ms", "peak_mib", "tokens",
     "steps", "counted_seconds",
 )  # fmt: skip
-OPTIONAL = (
-    "test_bytes",
-    "test_images",
-    "test_clips",
-    "test_videos",
-    "data_digest",
-)  # columns that only some results have
+TESTED = {"test_images": "images", "test_clips": "clips", "test_videos": "videos"}  # test samples, by column
+OPTIONAL = ("test_bytes", *TESTED, "data_digest")  # columns that only some results have
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
