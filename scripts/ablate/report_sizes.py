@@ -14,7 +14,6 @@ from ..common.folder import show_value
 from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
-from ..train.tasks import digits, lm
 from .tasks import TASKS, TESTED, Task
 
 KEYS = ["encoding", "attention"]
@@ -187,11 +186,8 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
 
 def describe_model(settings: dict[str, Any]) -> str:
     """Return a sentence about the depth and width of the model, or "" if ``model`` names the model."""
-    training, architecture = settings["training"], {}
-    if settings["task"] == "digits":
-        architecture = {**digits.VIT, "dim": digits.VIT["embed_dim"]}
-    elif "size" in training and settings["task"] == "lm":
-        architecture = lm.SIZES[training["size"]]
+    training = settings["training"]
+    architecture = TASKS[settings["task"]].architecture(training)
     depth, dim = (training.get(name) or architecture.get(name) for name in ("depth", "dim"))
     heads = training.get("heads") or architecture.get("num_heads")
     if training.get("model") or not (depth and heads and dim):

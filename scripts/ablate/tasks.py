@@ -81,6 +81,7 @@ class Task:
         data: default data.
         kept: files in a run's folder that the report needs.
         notes: sentences to print below the tables. The keys are the encodings that the sentences are about.
+        architecture: function that maps the settings of a training run to the depth, heads and dim that they imply.
     """
 
     config: type[Training]
@@ -100,6 +101,7 @@ class Task:
     data: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
+    architecture: Callable[[dict[str, Any]], dict[str, Any]] = lambda training: {}
 
     @property
     def encodings(self) -> list[str]:
@@ -156,6 +158,7 @@ TASKS = {
             ),
             "sincos": "The sin-cos table is only resampled for rescaled positions.",
         },
+        architecture=lambda training: {**digits.VIT, "dim": digits.VIT["embed_dim"]},
     ),
     "image": Task(
         image.ImageTraining, image.run,
@@ -236,6 +239,7 @@ TASKS = {
         },
         bits, "bits per byte", False, layout="lengths", plots={"lengths.png": "lengths"},
         defaults={"steps": 1000}, by_encoding={"rotate": {"scaling": ",".join(lm.SCALINGS)}},
+        architecture=lambda training: lm.SIZES[training["size"]],
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from lrpe_md.scripts.ablate import app as ablate_driver
 from lrpe_md.scripts.ablate import report as ablate_report
 from lrpe_md.scripts.ablate import report_sizes
 from lrpe_md.scripts.ablate import tasks as ablate_tasks
-from lrpe_md.scripts.ablate.tasks import TASKS, Comparison, overrides
+from lrpe_md.scripts.ablate.tasks import TASKS, TESTED, Comparison, overrides
 from lrpe_md.scripts.common import plots
 from lrpe_md.scripts.common.markdown import PAGES
 from lrpe_md.scripts.common.plots import choose_looks, split_series
@@ -774,10 +774,12 @@ def test_other_samples_are_a_difference_from_another_folder(images, tmp_path):
     assert "Different settings: none. Results are paired by seed" in shown.output
 
 
-def test_the_report_says_that_test_images_changed():
-    results = frame({("rotate", "28x28"): [90.0, 91.0]}).assign(test_images=[27, 29])
-    assert "on 27 to 29 test images. The data changed" in report_sizes.describe_test_images(results)
-    assert "on 27 test images. The standard" in report_sizes.describe_test_images(results[results.seed == 0])
+@pytest.mark.parametrize("column", TESTED)
+def test_the_report_says_that_the_test_data_changed(column):
+    results = frame({("rotate", "28x28"): [90.0, 91.0]}).assign(**{column: [27, 29]})
+    (changed,), (same,) = (report_sizes.describe_tests(rows) for rows in (results, results[results.seed == 0]))
+    assert f"on 27 to 29 test {TESTED[column]}. The data changed" in changed
+    assert same.startswith(f"Accuracies are measured on 27 test {TESTED[column]}")
 
 
 def test_an_encoding_looks_the_same_in_every_plot():
