@@ -211,7 +211,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self.sincos = CosineMd(self.embed_dim // 2, 3) if absolute == "sincos" else None
         if causal and self.global_pool == "token":
             raise ValueError(
-                "global_pool: expected 'avg' with causal='frames', because class tokens don't see frames, got 'token'"
+                "global_pool: expected 'avg' with causal='frames', got 'token'; class tokens don't attend to frames"
             )
         self.space_time: SpaceTime = space_time
         self.causal: Literal["frames"] | None = causal
@@ -468,7 +468,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     ) -> None:
         """Set the training size (frames, height, width), and with it ``grid_size`` and the size of a learned table."""
         if patch_size is not None:
-            raise ValueError(f"patch_size: expected None, because the size of the tubelets is fixed, got {patch_size}")
+            raise ValueError(f"patch_size: expected None, got {patch_size}; the size of the tubelets is fixed")
         if img_size is None:
             return
         table = self._table()

@@ -425,7 +425,7 @@ class Reading:
                 if len({index - n for index, n in zip(column, numbers, strict=True)}) == 1:
                     begins[at] = column[0] - numbers[0]
                     return at
-            raise Unlike(5, "reads its tables in an order that differs from the tokens'")
+            raise Unlike(5, "reads its tables in a different order from the tokens")
 
         def locate(numbers: Tensor, is_negated: bool) -> tuple[Any, ...]:
             """Return the leaf, the sign and the index of a channel whose entries have these numbers."""

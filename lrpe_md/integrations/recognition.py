@@ -49,7 +49,7 @@ class Recognised:
         axis_order: "major_first" if the slowest axis has the first channels, "minor_first" if the fastest axis has
             them, or None for any other order.
         bases: base of the geometric series of each axis, or None if the series is not geometric. If its first frequency
-            is not 1, the printed call ends with this factor.
+            is not 1, the comment after the printed call states it as a scale.
         error: largest difference from the function, for x with a standard deviation of 1.
     """
 

@@ -364,7 +364,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             x = x + self._sincos(size, x).reshape(x.shape[1:])
         if self.has_class_token and self.cls_token is None and self.num_prefix_tokens > self.num_reg_tokens:
             raise ValueError(
-                f"model.num_prefix_tokens: expected {self.num_reg_tokens}, because model.cls_token is None, got "
+                f"model.num_prefix_tokens: expected {self.num_reg_tokens} with model.cls_token=None, got "
                 f"{self.num_prefix_tokens}; change it when you remove the class token"
             )
         x = self._pos_embed(x)
@@ -601,8 +601,8 @@ def _without_table(state_dict: Mapping[str, Any], model: nn.Module) -> Any:
     fitted: Any = copy(state_dict)
     if getattr(model, "pos_embed", None) is None and fitted.pop("pos_embed", None) is not None:
         warnings.warn(
-            "state_dict: pos_embed: dropped, because the model has no table. Models have one with absolute='learned', "
-            "and with adapt(.., absolute='keep')",
+            "state_dict: dropped pos_embed, because the model has no position table. To get one, build the model with "
+            "absolute='learned', or call adapt(.., absolute='keep')",
             stacklevel=3,
         )
     return fitted

@@ -60,7 +60,7 @@ class HeadDecay(nn.Module):
         if learnable:
             if isinstance(initial, Tensor) and (self.initial == 1).any():
                 raise ValueError(
-                    "initial: expected decays below 1 with learnable=True, because a sigmoid never reaches 1, got 1"
+                    "initial: expected decays below 1 with learnable=True, got 1, which a sigmoid never reaches"
                 )
             self.register_parameter("logit", nn.Parameter(self._value().to(device or torch.get_default_device())))
         else:
@@ -289,8 +289,8 @@ def attend_with(
     if positions is None and isinstance(encoding, Rotate1d) and isinstance(q, Tensor) and q.ndim == 4:
         if state is not None:
             raise ValueError(
-                "positions: expected positions of the new tokens, because you passed a state, got None; after n "
-                "tokens, pass Grid((N,)).offset(n)"
+                "positions: expected positions of the new tokens, which a state requires, got None; after n tokens, "
+                "pass Grid((N,)).offset(n)"
             )
         positions = text_positions(q, 0, cu_seqlens, encoding.dim)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions

@@ -101,7 +101,7 @@ class Coordinates(Rules):
         if self.coords.ndim not in (2, 3):
             raise ValueError(
                 f"coords: expected shape (N, K) or (B, N, K), got {tuple(self.coords.shape)}"
-                + "; for positions (N,) on one axis pass coords[:, None]" * (self.coords.ndim == 1)
+                + "; for positions (N,) on one axis, pass coords[:, None]" * (self.coords.ndim == 1)
             )
         if self.coords.dtype == torch.bool or self.coords.is_complex():
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")

@@ -239,7 +239,7 @@ class Grid(Rules):
         return self.transform([2 / m for m in sizes], [1 / m - 1 for m in sizes])
 
     def crop(self, start: Sequence[float], stop: Sequence[float]) -> Grid:
-        """Place tokens like a crop of a larger grid, the first token at start_j and the last at stop_j (n_j - 1) / n_j.
+        """Place tokens as in a crop of a larger grid: the first token at start_j, the last at stop_j (n_j - 1) / n_j.
 
         If ``start`` is 0, the step is stop / n. Otherwise it differs slightly from (stop - start) / n, as in CogVideoX.
         To get exactly the step (stop - start) / n, use ``rescale((stop - start) / n).offset(start)``.

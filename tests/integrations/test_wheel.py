@@ -264,8 +264,7 @@ def test_a_missing_extra_is_named(bare, tmp_path):
     """
     said = run(bare, "-c", textwrap.dedent(code), cwd=tmp_path).splitlines()
     assert said == [
-        f"ModuleNotFoundError: {extra}: expected it to be installed; pip install 'lrpe-md[{extra}]'"
-        for extra, _ in MISSING
+        f"ModuleNotFoundError: {extra} is not installed; run pip install 'lrpe-md[{extra}]'" for extra, _ in MISSING
     ]
 
 

@@ -162,7 +162,7 @@ def warn_of_interpreter() -> None:
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
         _warn(
             f"lrpe_md: the interpreter of Triton {triton.__version__} (TRITON_INTERPRET=1) rounds a fused multiply-add "
-            "twice, so that angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'"
+            "twice, so angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'"
         )
 
 

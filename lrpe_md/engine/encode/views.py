@@ -74,7 +74,7 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...], num_tokens: int | None
         if x.shape[0] != num_tokens and x.shape[1] == num_tokens:
             raise ValueError(
                 f"{name}: expected packed tokens (N, H, D) with N = {num_tokens}, got {tuple(x.shape)}; "
-                f"{name} looks like (H, N, D), pass {name}.transpose(0, 1)"
+                f"{name} looks like (H, N, D), so pass {name}.transpose(0, 1)"
             )
     ys = encode(*map(_put_heads_first, xs))
     return tuple(_put_tokens_first(y, False) for y in ys) if len(xs) > 1 else _put_tokens_first(ys, False)

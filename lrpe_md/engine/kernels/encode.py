@@ -53,7 +53,7 @@ from .tiles import (
     upcast,
 )
 
-# --- the two maps, on tiles (tokens, channels): a branch for each entry of reference.MAPS but "none" ------------
+# --- the two maps, on tiles (tokens, channels): a branch for each entry of reference.MAPS except "none" -----------
 
 
 @triton.jit

@@ -202,8 +202,8 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
         return
     if call.q_tables.coords is not None:
         raise ValueError(
-            "positions: expected a Grid for blocks of sharded tokens, because every rank must know the prefix and "
-            "suffix, got Coordinates"
+            "positions: expected a Grid for blocks of sharded tokens, got Coordinates; every rank must know the prefix "
+            "and suffix"
         )
     layout, step = call.q_layout, -(-num_tokens // num_ranks)
     for begin in range(0, num_tokens, step):
