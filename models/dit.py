@@ -443,7 +443,7 @@ class DiT(nn.Module):
         return _insert_unrotated(placed, length, self.num_registers) if self.num_registers else placed
 
     def encode_text(self, text: Any) -> Text:
-        """Encode the condition once, so that you can reuse the result in many calls to :meth:`forward`.
+        """Encode the condition once, so you can reuse the result in many calls to :meth:`forward`.
 
         Args:
             text: input of the text_encoder. A :class:`lrpe_md.models.text.Text` is only checked.

@@ -18,7 +18,7 @@ __all__ = ["rope_frequencies"]
 
 
 class _Model(NamedTuple):
-    """Inputs of a scaling rule besides the series: config fields and sequence lengths."""
+    """Inputs of a scaling rule other than the series: config fields and sequence lengths."""
 
     fields: Mapping[str, Any]
     head_dim: int

@@ -124,7 +124,7 @@ class _Adaptation:
         if found is None or found.positions is None:
             raise RuntimeError(
                 f"positions: expected positions for {path} from the forward pass of the adapted "
-                f"{type(self.model).__name__}, got no positions. Call the model itself, return positions from the "
+                f"{type(self.model).__name__}, got none. Call the model itself, return positions from the "
                 "function, or call set_positions() before the first attention. If a checkpoint is being recomputed: "
                 "nested checkpoints need use_reentrant=False, and a compiled model with a graph break at a checkpoint "
                 "needs its blocks compiled one by one"

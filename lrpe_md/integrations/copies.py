@@ -1,6 +1,6 @@
 """Copies of functions and classes in which some of the functions that they call are replaced.
 
-A copy shares the globals of its original, so that later patches affect both. Where the original looks up
+A copy shares the globals of its original, so later patches affect both. Where the original looks up
 ``apply_rotary_emb``, the copy looks up a private name. We add that name next to the original name: in a function's
 globals, in a module, or in a module from which a function imports at run time.
 """

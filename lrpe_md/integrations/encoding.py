@@ -343,7 +343,7 @@ class EncodingStack:
     """View of a backbone's encoding, which may be shared by all layers, one per layer, or None.
 
     ``EncodingStack(model.encoding)[i]`` is the encoding of layer i. The backbone itself registers the module or
-    ModuleList, so that its parameters have a single name everywhere: in the state_dict, optimizers and FSDP.
+    ModuleList, so its parameters have a single name everywhere: in the state_dict, optimizers and FSDP.
     """
 
     def __init__(self, encoding: nn.Module | Sequence[nn.Module] | None) -> None:

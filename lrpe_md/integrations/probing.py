@@ -44,7 +44,7 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
-_MOST_ENTRIES = 2**20  # total over all tables, so that an entry is exact in float32
+_MOST_ENTRIES = 2**20  # total over all tables, so an entry is exact in float32
 _MOST_TOKENS = 5  # tokens per axis whose entries are looked up
 _MOST_LAYOUTS = 300
 _MOST_ANSWERS = 6  # give up on a kind of arguments after this many results that are not rotations

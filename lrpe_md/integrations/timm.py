@@ -5,7 +5,7 @@ Weights and their names are the same as in timm. The state_dict has additional k
 
 The backbone owns the encoding, computes the positions once per forward pass, and passes both to its blocks. timm's
 blocks pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the
-mask. A forward pass stores no state on a module, so that activation checkpointing recomputes with the right positions.
+mask. A forward pass stores no state on a module, so activation checkpointing recomputes with the right positions.
 
 Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
 """
@@ -82,7 +82,7 @@ class LrpeAttention(Attention):
     state forgets. ``feature_act`` replaces the encoding's activation.
 
     For the backward pass, softmax attention stores the encoded q and k, and, because of v, the projection's output.
-    These are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so that
+    These are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so
     only three are stored, unless the encoding has an activation or learned frequencies. ``keep_encoded=False`` only
     stores the projection's output, and re-encodes q and k in the backward pass. It has no effect under checkpointing or
     after ``timm.layers.set_fused_attn(False)``.

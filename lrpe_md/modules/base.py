@@ -405,7 +405,7 @@ class FrequencyModule(nn.Module):
     def set_places(self, axis: int, places: Tensor | None) -> None:
         """Move index i of a grid axis to position ``places[i]`` in all later calls.
 
-        The index includes the grid's ``origin``, so that a decoding step reads the place of its own token. Positions
+        The index includes the grid's ``origin``, so a decoding step reads the place of its own token. Positions
         passed as coordinates are not affected.
 
         If ``places`` keeps its length, the change happens in place. You don't need to recompile or recapture a CUDA

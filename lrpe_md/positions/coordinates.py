@@ -86,7 +86,7 @@ class Coordinates(Rules):
         prefix: number of unrotated tokens before the first row of ``coords``.
         suffix: number of unrotated tokens after the last row.
         rotated: mask (N,) or (B, N), which is False for tokens that have a row but are not rotated, such as padding.
-            The coordinates of these tokens are set to zero, so that Θ = 0, and they get no phase.
+            The coordinates of these tokens are set to zero, so Θ = 0, and they get no phase.
     """
 
     coords: Tensor

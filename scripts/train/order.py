@@ -1,4 +1,4 @@
-"""Choose the samples of each step. The choice only depends on seed and step, so that a run can resume at any step."""
+"""Choose the samples of each step. The choice only depends on seed and step, so a run can resume at any step."""
 
 from __future__ import annotations
 

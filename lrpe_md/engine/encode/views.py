@@ -47,7 +47,7 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
 
     In eager mode, and in Inductor's code if sizes are static, gradients are written directly into the gradient of the
     projection. :func:`lrpe_md.linear_attention` writes all three gradients. :func:`lrpe_md.rotate` and
-    :func:`lrpe_md.cosine` write dq and dk, so that only dv is copied. With ordinary PyTorch views, all three gradients
+    :func:`lrpe_md.cosine` write dq and dk, so only dv is copied. With ordinary PyTorch views, all three gradients
     would be copied.
     """
     if torch.is_grad_enabled() and not is_transforming():
