@@ -271,7 +271,7 @@ class Cache:
 
 
 def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
-    """Check that tokens are integers (B, N) with N > 0, and that B equals ``batch`` if that is not None."""
+    """Check that tokens are integers (B, N) with N > 0, and with B = ``batch`` unless ``batch`` is None."""
     if not isinstance(tokens, Tensor):
         raise TypeError(
             f"{name}: expected an integer tensor of shape (B, N), got {type(tokens).__name__}. To encode a string as "

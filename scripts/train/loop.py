@@ -437,7 +437,7 @@ class Trainer:
         return state
 
     def _without_effects(self, differ: list[str]) -> list[str]:
-        """Remove settings that only differ as a consequence of other options that differ."""
+        """Remove settings that differ only because other options differ."""
         panels = {find_panel(f) for f in fields(self.config) if f.name in differ}
         effects = {"digest"} if DATA in panels else set()
         if panels & {DATA, MODEL}:

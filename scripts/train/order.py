@@ -47,7 +47,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
     """Yield endless batches of shuffled indices, starting at step ``start``. Each batch comes from one group.
 
     Every sample is drawn equally often, regardless of the size of its group. A group with fewer samples than a batch
-    provides a batch only in some epochs.
+    does not provide a batch in every epoch.
 
     Args:
         groups: sample indices of each group.

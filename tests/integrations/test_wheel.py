@@ -179,7 +179,7 @@ def test_programs_of_a_checkout_say_so_in_a_wheel(installed, tmp_path):
     code = "import sys; from lrpe_md.scripts.cli import main; sys.argv = ['lrpe-md', {!r}]; main()"
     for name in ("bench", "fuzz", "adapters"):
         error = run(python, "-c", code.format(name), cwd=tmp_path, fails=True)
-        assert error.strip() == f"lrpe-md {name}: only works in a checkout of lrpe-md, and this is an installed wheel"
+        assert error.strip() == f"lrpe-md {name}: only works in a checkout of lrpe-md, but this is an installed wheel"
     shown = run(python, "-c", code.format("--help"), cwd=tmp_path)
     assert "train" in shown
     assert "bench" not in shown.replace("benchmark", "")

@@ -181,7 +181,7 @@ def test_what_is_wrong_is_said(task, encoding, message):
             "image",
             "rotate",
             {"dim": 9, "heads": 3},
-            "head_dim: expected an even number, got 3, .*; pass --dim 6 or 12$",
+            "head_dim: expected an even number, got 3. Channels .*; pass --dim 6 or 12$",
         ),
         ("image", "rotate:rotary_dim=32", {"dim": 48, "heads": 2}, "; pass --dim 64, or --heads 1$"),
         (

@@ -27,7 +27,7 @@ grid = Grid((3, 4))
 theta = torch.rand(4)
 GRID_HINT = r"positions: expected .*, got [([]3, 4[)\]]; for a grid of this size, pass Grid\(\(3, 4\)\), or "
 PAIR = r"positions: expected a Grid, .*, got a list; .* pad\(..\) or pack\(..\), and for q and k, a tuple$"
-ODD = r"head_dim: expected an even number, got 7, because .*rotary_dim="
+ODD = r"head_dim: expected an even number, got 7. Channels .*rotary_dim="
 
 
 def scheme_of(frequencies):

@@ -250,8 +250,8 @@ def check_places(target: Target, lengths: Sequence[int]) -> None:
     for i, (out, length) in enumerate(zip(target.outs, lengths, strict=True)):
         if out is not None and length and not 0 <= first <= last <= out.shape[2] - length:
             raise IndexError(
-                f"out_start: expected rows from 0 to {out.shape[2] - length}, got {start.tolist()}, because {length} "
-                f"tokens must fit into the {out.shape[2]} rows of {target.name(i)}; nothing was written"
+                f"out_start: expected rows from 0 to {out.shape[2] - length}, got {start.tolist()}: {length} tokens "
+                f"must fit into the {out.shape[2]} rows of {target.name(i)}. Nothing was written"
             )
 
 
