@@ -457,7 +457,7 @@ def adapt_attention(
         encoding_kwargs: options of the encoding; see :func:`.encoding.build_encoding`. With ``sharing="layer"``, each
             layer gets its own encoding.
         num_axes: number of axes, if the encoding is built here. The default is the number of axes of fixed positions,
-            or 2 for a function.
+            or 2 otherwise.
         head_dim, num_heads: sizes of the attention modules. By default, they are read from the modules.
         name: attribute of the model that holds the encoding. If two groups of modules, such as the encoder and decoder
             of an MAE, need different encodings, call ``adapt_attention`` twice with different names.
