@@ -572,7 +572,7 @@ def main(
     to: Annotated[
         Path, typer.Option("--pages", show_default=shown(PAGES), help="Output folder for the pages.")
     ] = PAGES,
-    gpu: Annotated[str | None, typer.Option(help="GPU to report. (default: the one with the most rows)")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU to report on. (default: the one with the most rows)")] = None,
 ) -> None:
     """Write the pages and plots of all measurements."""
     if folder == RESULTS or to == PAGES:
