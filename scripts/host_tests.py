@@ -32,8 +32,13 @@ from .common.folder import ROOT
 
 DIFFUSERS = "tests/models/transformers/test_models_transformer_{}.py"
 TRANSFORMERS = "tests/models/{0}/test_modeling_{0}.py"
+DIFFUSERS_MODELS = (
+    "flux", "flux2", "chroma", "qwenimage", "wan", "wan_animate", "wan_vace", "skyreels_v2", "chronoedit", "ltx",
+    "ltx2", "hunyuan_video", "hunyuan_1_5", "cogvideox", "cogview4", "mochi", "lumina2", "z_image", "bria",
+    "longcat_image", "ovis_image",
+)  # fmt: skip
 TESTS = {
-    "diffusers": (DIFFUSERS, ("flux", "flux2", "qwenimage", "wan", "wan_animate", "wan_vace", "ltx", "ltx2")),
+    "diffusers": (DIFFUSERS, DIFFUSERS_MODELS),
     "transformers": (TRANSFORMERS, ("llama", "qwen3", "qwen3_vl", "gemma3")),
 }
 PLUGIN = "lrpe_md.scripts.host_plugin"

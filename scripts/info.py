@@ -48,4 +48,4 @@ def _describe_kernels() -> str:
         return "Triton's interpreter on the CPU (TRITON_INTERPRET is set)"
     if not torch.cuda.is_available():
         return "none: no GPU, so the reference implementation in PyTorch runs"
-    return "Triton on the GPU, the reference implementation in PyTorch on the CPU"
+    return "Triton on the GPU, and the reference implementation in PyTorch on the CPU"

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--head-only", action="store_true", help="Train the head only, and freeze the blocks")
+    parser.add_argument("--head-only", action="store_true", help="Train only the head, and freeze the blocks")
     parser.add_argument("--out", type=Path, default=Path("finetuned.pt"))
     args, device = parser.parse_args(argv), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)

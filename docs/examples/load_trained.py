@@ -18,8 +18,8 @@ from lrpe_md.scripts.train.runs import load_run
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> torch.Tensor:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="Folder of the training")
-    parser.add_argument("--picture", type=Path, help="Picture to classify; the training data was a folder CLASS/*.png")
+    parser.add_argument("run", type=Path, help="Folder of a training run")
+    parser.add_argument("--picture", type=Path, help="Picture to classify, if you trained on a folder CLASS/*.png")
     args = parser.parse_args(argv)
     if args.picture and not args.picture.is_file():
         parser.error(f"--picture {args.picture}: no such file")

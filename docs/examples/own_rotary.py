@@ -2,7 +2,7 @@
 
     python docs/examples/own_rotary.py --height 64 --width 64
 
-The two functions below stand for yours: the one that rotates q and k by tables, and the one that makes the tables.
+The first two functions stand in for yours: one builds the tables, and the other rotates q and k with them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def make_tables(height: int, width: int, head_dim: int, base: float = 100.0) -> 
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q and k (B, H, N, D) by tables."""
+    """Rotate q and k (B, H, N, D) with tables."""
 
     def turn(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
@@ -47,8 +47,8 @@ def milliseconds(call) -> float:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--height", type=int, default=16, help="patches")
-    parser.add_argument("--width", type=int, default=16, help="patches")
+    parser.add_argument("--height", type=int, default=16, help="Height of the grid, in patches")
+    parser.add_argument("--width", type=int, default=16, help="Width of the grid, in patches")
     parser.add_argument("--head-dim", type=int, default=64)
     args = parser.parse_args(argv)
     shape, head_dim = (args.height, args.width), args.head_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import is_finite_number
+from ..checks import find_similar, is_finite_number
 from .scalings import dynamic_ntk_scaling, linear_scaling, llama3_scaling, longrope_scaling, ntk_scaling, yarn_scaling
 from .series import geometric_theta
 
@@ -113,6 +114,11 @@ RULES: dict[str, Rule] = {
     "llama3": _llama3,
     "proportional": _proportional,
 }
+FIELDS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor",
+    "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
 WHOLE = ("proportional",)  # partial_rotary_factor limits the frequencies here, not the channels
 
 
@@ -136,8 +142,9 @@ def rope_frequencies(
             or "proportional", and the fields that this type uses: ``rope_theta``, ``partial_rotary_factor``,
             ``factor``, ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``,
             ``truncate``, ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
-            ``high_freq_factor``. Other fields are ignored. None means "default". If a config has a dict for each layer
-            type, as in Gemma 3, call this function once per dict.
+            ``high_freq_factor``. Other fields are ignored, with a warning if the name resembles one of these. None
+            means "default". If a config has a dict for each layer type, as in Gemma 3, call this function once per
+            dict.
         head_dim: number of channels per head, D. The rotated width R is ``int(D * partial_rotary_factor)``, or D
             without that field. For "proportional", R is always D, and the remaining channels have θ = 0.
         max_position_embeddings: maximum length in the config. "dynamic" scales from this length. This length is also
@@ -187,6 +194,9 @@ def _checked_fields(rope_parameters: Mapping[str, Any] | None) -> Mapping[str, A
             f"rope_parameters: expected the fields of one layer type, got a dict for each of {layer_types}; pass one "
             f"of them, such as config.rope_parameters[{layer_types[0]!r}]"
         )
+    for name in fields:
+        if name not in FIELDS and (close := find_similar(name, FIELDS)):
+            warnings.warn(f"rope_parameters: the field {name!r} is ignored; did you mean {close!r}?", stacklevel=3)
     kind = _type(fields)
     if kind not in RULES:
         raise ValueError(f"rope_type: expected one of {tuple(RULES)}, got {kind!r}")

@@ -94,11 +94,11 @@ SCHEMES: dict[str, Scheme] = {
     "qwen2_vl": Scheme(
         """M-RoPE of Qwen2-VL's language model (arXiv 2409.12191; transformers ``Qwen2VLRotaryEmbedding``).
 
-        One series is split into sections: t gets the first quarter, h and w get three eighths each. Text has the same
-        position on all axes. An image or video starts after the tokens before it, and the next segment starts after its
-        largest position. This rule follows the paper. transformers 5 advances by the height or width instead, so long
-        videos differ. Shapes (T, H, W) count merged tokens. The base is 1e6. With head_dim 128, the axes have 16, 24
-        and 24 pairs.
+        One series is split into sections: t gets the first quarter, and h and w get three eighths each. Text has the
+        same position on all axes. An image or video starts after the tokens before it, and the next segment starts
+        after its largest position. This rule follows the paper. transformers 5 advances by the height or width
+        instead, so long videos differ. Shapes (T, H, W) count merged tokens. The base is 1e6. With head_dim 128, the
+        axes have 16, 24 and 24 pairs.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
     ),

@@ -63,7 +63,9 @@ PANELS = {
 }  # fmt: skip
 Baseline = Annotated[
     str | None,
-    typer.Option(help="Baseline of the report: NAME, or ATTENTION/NAME to compare across attention. (default: rotate)"),
+    typer.Option(
+        help="Baseline of the report: NAME, or ATTENTION/NAME to compare kinds of attention. (default: rotate)"
+    ),
 ]
 
 
@@ -86,7 +88,7 @@ def run(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax. For recall: "
+            help="Kind of attention: softmax, linear, or one kind per layer, as in linear,softmax. For recall: "
             "softmax, add, decay or delta. Repeatable. (default: depends on the task)"
         ),
     ] = None,
@@ -99,7 +101,7 @@ def run(
     baseline: Baseline = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Option of `lrpe-md train TASK`, as NAME=VALUE, such as lr=1e-3; repeatable."),
+        typer.Option("--set", help="Option to pass to `lrpe-md train TASK`, such as lr=1e-3; repeatable."),
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
@@ -107,9 +109,12 @@ def run(
         Path | None,
         typer.Option(help="Output folder; interrupted runs in it are resumed. (default: runs/ablate-TASK[-smoke])"),
     ] = None,
-    shard: Annotated[str, typer.Option(help="Part of the runs, as i/n: every n-th run, starting with run i.")] = "0/1",
+    shard: Annotated[
+        str, typer.Option(help="Part of the runs to train, as i/n: every n-th run, starting with run i.")
+    ] = "0/1",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Runs to train in parallel. (default: 1, or one per core on a CPU)")
+        int | None,
+        typer.Option(min=1, help="Number of runs to train in parallel. (default: 1, or one per core on a CPU)"),
     ] = None,
 ) -> None:  # fmt: skip
     """Train with every encoding and seed that has no result yet. The last process to finish writes the report."""
@@ -245,7 +250,7 @@ def train_all(
 @app.command(cls=Command, epilog="Example: lrpe-md ablate report image --folder runs/image")
 def report(
     task: Annotated[
-        list[str] | None, typer.Argument(help=f"Tasks to report: {', '.join(TASKS)}. (default: all)")
+        list[str] | None, typer.Argument(help=f"Tasks to report on: {', '.join(TASKS)}. (default: all)")
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Output folder of `run`. (default: report every folder in scripts/results)")
@@ -253,7 +258,7 @@ def report(
     baseline: Baseline = None,
     against: Annotated[
         Path | None,
-        typer.Option(help="Another output folder of `run`; also list the differences from it, paired by seed."),
+        typer.Option(help="Another output folder of `run` to compare with. Differences are paired by seed."),
     ] = None,
     pages: Annotated[
         Path | None, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")

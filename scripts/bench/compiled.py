@@ -153,7 +153,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:
-    """Measure the host time of compiled calls. Each row is written to the CSV immediately."""
+    """Measure the CPU time of compiled calls. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:

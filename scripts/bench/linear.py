@@ -159,12 +159,12 @@ def main(
         str | None, typer.Option(help=f"Implementations: {'; '.join(NAMES)}. (default: all installed)")
     ] = None,
     other: Annotated[
-        Path | None, typer.Option(help="Another checkout of this repository to time next to lrpe-md.")
+        Path | None, typer.Option(help="Another checkout of this repository to time as well.")
     ] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
     out: Annotated[Path, OUT] = Path("scripts/results/benchmark-linear.csv"),
-    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke.")

@@ -133,7 +133,8 @@ def scaling_table(rows: Any) -> str:
     lines = [
         "**Training steps by number of tokens.** The table lists throughput in thousands of tokens per second, and "
         "peak memory in GiB. The backbones have four blocks of width 768 and run in bfloat16. A batch has "
-        f"{TOKENS_A_STEP:,} tokens, or one sample if it is longer, so shorter samples need the same memory. "
+        f"{TOKENS_A_STEP:,} tokens, or a single sample if that is longer. Shorter samples therefore need the same "
+        "memory. "
         f"Each step runs the forward and backward passes and the optimiser{mode}. {where(rows)}.",
         "",
         f"![Throughput and memory by number of tokens]({PICTURES}/{LINES})",

@@ -228,14 +228,14 @@ def main(
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Use torch.compile; adds about 30 seconds per row.")
     ] = False,
-    backend: Annotated[str, typer.Option(help=f"Softmax backend: auto or {', '.join(BACKENDS)}.")] = "flash",
+    backend: Annotated[str, typer.Option(help=f"Softmax backend, one of: auto, {', '.join(BACKENDS)}.")] = "flash",
     steps: Annotated[int, typer.Option(min=1, help="Number of timed steps per row.")] = 5,
     cap: Annotated[float, typer.Option(callback=positive, help="Time limit per row, in seconds.")] = 15.0,
     limit: Annotated[
-        float, typer.Option(callback=positive, help="Time budget in seconds; no row starts after it.")
+        float, typer.Option(callback=positive, help="Time budget in seconds; once it runs out, no new row starts.")
     ] = 3600.0,
     out: Annotated[Path, OUT] = Path("scripts/results/linear-scaling.csv"),
-    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Use a tiny model and a batch of one; writes to runs/bench-smoke.")

@@ -353,7 +353,7 @@ def main(
     ] = False,
     linear_too: Annotated[bool, typer.Option("--linear", help="Also measure linear attention with this map.")] = False,
     layers: Annotated[
-        int, typer.Option(min=1, help="Number of layers of your model, to show the time saved per step.")
+        int, typer.Option(min=1, help="Number of layers in your model, to show the time saved per step.")
     ] = 1,
     limit: Annotated[float, LIMIT] = 60.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,

@@ -153,7 +153,7 @@ def main(
     flash_attn: Annotated[Path | None, typer.Option(help="flash-attention checkout.")] = None,
     xopes: Annotated[Path | None, typer.Option(help="xopes checkout.")] = None,
     time_inexact: Annotated[
-        bool, typer.Option("--time-inexact", help="Also time peers whose errors exceed the budget.")
+        bool, typer.Option("--time-inexact", help="Also time peers that exceed the error budget.")
     ] = False,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 100,

@@ -183,7 +183,7 @@ PIVOTS = {
         "milliseconds on the GPU, in a CUDA graph and on the CPU. On a shared machine, CPU times vary, so "
         "individual times can be far too high. The number in a name is the batch size. decode processes one token per "
         "sequence, and prefill 2,048, with 32 query heads, 8 key heads and head_dim 128. In -half, only half of the "
-        "channels rotate.",
+        "channels are rotated.",
         ("measure", "workload"), "ms", 4,
     ),
     "benchmark-compiled.csv": Pivot(
@@ -572,7 +572,7 @@ def main(
     to: Annotated[
         Path, typer.Option("--pages", show_default=shown(PAGES), help="Output folder for the pages.")
     ] = PAGES,
-    gpu: Annotated[str | None, typer.Option(help="GPU to report. (default: the one with the most rows)")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU to report on. (default: the one with the most rows)")] = None,
 ) -> None:
     """Write the pages and plots of all measurements."""
     if folder == RESULTS or to == PAGES:

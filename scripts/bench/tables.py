@@ -92,7 +92,9 @@ def main(
     workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
     form: Annotated[str | None, typer.Option(help=f"Forms of tables: {'; '.join(FORMS)}. (default: all)")] = None,
     at_least: Annotated[float, typer.Option(help="Minimum speed of tables relative to computed angles.")] = 0.0,
-    limit: Annotated[float, typer.Option(help="Time budget in seconds; no measurement starts after it.")] = 3600.0,
+    limit: Annotated[
+        float, typer.Option(help="Time budget in seconds; once it runs out, no new measurement starts.")
+    ] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
     out: Annotated[Path, OUT] = Path("scripts/results/benchmark-tables.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
@@ -101,7 +103,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Compare rotations with tables and with computed angles. Each row is written to the CSV immediately."""
+    """Compare rotation from tables with rotation from computed angles. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:

@@ -321,9 +321,9 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Number of rounds; every model takes one step per round.")] = 60,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size. (default: depends on the model)")] = None,
     limit: Annotated[
-        float, typer.Option(callback=positive, help="Time budget in seconds; no round starts after it.")
+        float, typer.Option(callback=positive, help="Time budget in seconds; once it runs out, no new round starts.")
     ] = math.inf,
-    backend: Annotated[str, typer.Option(help=f"Attention kernel: auto or one of {', '.join(BACKENDS)}.")] = "auto",
+    backend: Annotated[str, typer.Option(help=f"Attention kernel, one of: auto, {', '.join(BACKENDS)}.")] = "auto",
     profiling: Annotated[
         bool, typer.Option("--profile", help="Also list the CUDA kernels of one step per model.")
     ] = False,

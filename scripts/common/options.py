@@ -58,7 +58,9 @@ def positive(value: float | None) -> float | None:
     return value
 
 
-LIMIT: Any = typer.Option(callback=positive, help="Time budget in seconds; no measurement starts after it.")
+LIMIT: Any = typer.Option(
+    callback=positive, help="Time budget in seconds; once it runs out, no new measurement starts."
+)
 OUT: Any = typer.Option(help="Output CSV; an existing file is replaced.")
 
 

@@ -50,7 +50,7 @@ class Options(NamedTuple):
 
 
 def main(
-    vae: Annotated[str, typer.Option(help="AutoencoderKL (diffusers): a folder, a run of `train vae`, or a hub id.")],
+    vae: Annotated[str, typer.Option(help="AutoencoderKL (diffusers): a folder, a run of `train vae`, or a Hub ID.")],
     data: Annotated[Path, typer.Option(help="Images (folder, zip, .npz, idx files) or videos (file or folder).")],
     out: Annotated[Path, typer.Option(help="New folder for the latents.")],
     size: Annotated[int, typer.Option(min=1, help="Height and width of the images, in pixels.")] = 256,
@@ -77,7 +77,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Random seed for --sampled.")] = 0,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
 ) -> None:
-    """Encode images or videos with a VAE for `train diffusion`. Frames of videos are encoded one by one."""
+    """Encode images or videos with a VAE for `train diffusion`. Videos are encoded frame by frame."""
     choose("--dtype", [dtype], DTYPES)
     choose("--condition", [condition], CONDITIONS)
     on = choose_device(device)

@@ -34,7 +34,7 @@ DTYPES = {"float16": np.float16, "float32": np.float32}
 
 
 def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEncoder:
-    """Load a transformers text model and its tokenizer from a folder or a hub id.
+    """Load a transformers text model and its tokenizer from a folder or a Hub ID.
 
     Raises:
         typer.BadParameter: if there is no such model.
@@ -55,8 +55,8 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
     except Exception as error:  # hub, JSON, safetensors and tokenizers raise various errors
         raise typer.BadParameter(
-            f"--encoder {name}: expected a transformers text model with its tokenizer (a folder or a hub id), but "
-            f"none was found ({first_sentence(error)}); pass another folder or hub id"
+            f"--encoder {name}: expected a transformers text model with its tokenizer (a folder or a Hub ID), but "
+            f"none was found ({first_sentence(error)}); pass another folder or Hub ID"
         ) from error
     return PretrainedEncoder(model.to(device), tokenizer, length)
 
@@ -79,7 +79,7 @@ def records_of(path: Path, split: Split, without: str = "") -> Records:
 def main(
     data: Annotated[Path, typer.Option(help="Images or videos with captions, or their latents.")],
     out: Annotated[Path, typer.Option(help="New folder for the features.")],
-    encoder: Annotated[str, typer.Option(help="Transformers text model with its tokenizer: a folder or a hub id.")],
+    encoder: Annotated[str, typer.Option(help="Transformers text model with its tokenizer: a folder or a Hub ID.")],
     without: Annotated[
         str, typer.Option(help="Boolean field of the caption table; rows where it is true are left out.")
     ] = "",

@@ -17,7 +17,7 @@ BATCH = 64  # number of images to encode or decode at a time
 def load_vae(name: str) -> Any:
     """Load a diffusers AutoencoderKL in float32.
 
-    ``name`` is a folder, a run of ``train vae``, the folder of a pipeline, or a hub id.
+    ``name`` is a folder, a run of ``train vae``, the folder of a pipeline, or a Hub ID.
 
     Raises:
         typer.BadParameter: if there is no such model.
@@ -40,7 +40,7 @@ def load_vae(name: str) -> Any:
 
 
 def locate_vae(name: str) -> str:
-    """Return the absolute path of a folder, so that programs find it from anywhere. Return a hub id unchanged."""
+    """Return the absolute path of a folder, so that programs find it from anywhere. Return a Hub ID unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -85,7 +85,7 @@ def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Dec
 
     Args:
         latents: content of latents.json.
-        vae: folder or hub id of a VAE. "auto" loads the VAE that encoded the latents.
+        vae: folder or Hub ID of a VAE. "auto" loads the VAE that encoded the latents.
         device: device of the VAE.
 
     Raises:

@@ -222,12 +222,12 @@ def main(
     channel: Annotated[list[int] | None, typer.Option(help="Channel or pair whose angles to plot; repeatable.")] = None,
     maps: Annotated[int, typer.Option(min=1, help="Number of angle maps if you don't pass --channel.")] = 4,
     out: Annotated[
-        Path, typer.Option(help="Output folder for the figures, NAME.png, or NAME-2.png if that exists.")
+        Path, typer.Option(help="Output folder. Figures are named NAME.png, or NAME-2.png if that file exists.")
     ] = Path("runs/visualize"),
     format: Annotated[str, typer.Option(help=f"File format: {', '.join(FORMATS)}.")] = "png",
     dpi: Annotated[int, typer.Option(min=20, help="Resolution of a PNG, in dots per inch.")] = 150,
     dark: Annotated[
-        bool, typer.Option("--dark", help="Also save NAME-dark, for pages with a dark background.")
+        bool, typer.Option("--dark", help="Also save a version for dark backgrounds, named NAME-dark.")
     ] = False,
 ) -> None:  # fmt: skip
     """Plot angle maps, similarity and wavelengths of encodings, one figure per encoding."""

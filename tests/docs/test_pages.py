@@ -321,7 +321,7 @@ def test_losses_at_other_sizes_are_measured():
     rotate, sincos = (
         mean_loss_of_accuracy("video", name, "softmax", "8x48x48", "16x48x48") for name in ("rotate", "sincos")
     )
-    assert f"it loses {rotate} points on clips with twice the frames, and a sine-cosine table {sincos}." in text
+    assert f"it loses {rotate} points on clips with twice the frames, and a sine-cosine table loses {sincos}." in text
     rotate, sincos = (mean_loss_of_accuracy("digits", name, "softmax", "8x8", "16x16") for name in ("rotate", "sincos"))
     assert f"rotation {rotate} points and a sine-cosine table {sincos}." in text
 
@@ -358,7 +358,7 @@ def test_the_base_of_each_comparison_is_stated():
             (named if all("base=" in each for each in encodings) else current).add(name)
     assert named == {"image-bases", "diffusion-bases", "digits-bases", "lm-frequencies"}
     assert current == {"lm", "recall", "diffusion-hybrids"}
-    assert "Our runs on text, on recall and with mixed layers used it." in text
+    assert "Our runs on text, on recall and with mixed layers used this base." in text
     assert older == {"image", "video", "digits", "diffusion"}
     assert "our runs on images, video, digits and diffusion without mixed layers used base 100." in text
 
@@ -411,7 +411,7 @@ def test_equal_time_and_qk_norm_are_measured():
     )
     low, high, normed = map(read_values, ("image", "image-2e-3", "image-2e-3-qk-norm"))
     moderate, plain, normed = (each["rotate", "softmax"].mean() for each in (low, high, normed))
-    assert f"lowers rotation from {moderate:.1f}% to {plain:.1f}%" in text
+    assert f"lowers the accuracy of rotation from {moderate:.1f}% to {plain:.1f}%" in text
     assert f"rotation reaches {normed:.1f}% at the higher rate" in text
     changes = (high - low).groupby(["encoding", "attention"]).mean().abs()
     encodings, attentions = (changes.index.get_level_values(level) for level in ("encoding", "attention"))

@@ -61,7 +61,7 @@ def test_tables_and_plots(folder):
     assert "| **sana-module** | 21 × 30 × 52 | 0 | 1 | 20 | 112 | relu | unrotated | full |" in text
     assert "sana-module includes the norms" in text
     assert "| **causal128-long** | 32768 | 0 | 1 | 16 | 128 | relu | unrotated | causal |" in text
-    assert "A batch has 65,536 tokens, or one sample if it is longer" in text
+    assert "A batch has 65,536 tokens, or a single sample if that is longer" in text
     assert "the optimiser, in eager mode." in text
     assert "| vit | 256 | " in text
     assert f"({linear_scaling.RECOMPUTED})" in text

@@ -162,3 +162,13 @@ def test_frequencies_of_a_model_on_the_meta_device(kind):
         weight = convert_pairs(torch.ones(8, 2, device="cpu"), "half", "interleaved", head_dim=8)
     assert torch.equal(theta, expected)
     assert weight.device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_misspelt_field_is_reported():
+    """Fields of other kinds are ignored silently, such as the sections of multimodal models."""
+    fields = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    rope_frequencies(fields, 16)
+    with pytest.warns(UserWarning, match="field 'beta_fsat' is ignored; did you mean 'beta_fast'") as caught:
+        rope_frequencies({**fields, "beta_fsat": 16.0}, 16)
+    assert caught[0].filename == __file__

@@ -40,7 +40,7 @@ class GenerativeTraining(Training):
     without: str = option("", "Boolean field of the caption table; rows where it is true are left out.")
     limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
     label: str = option("", "Field that holds the class, in .json files of shards or in a Hugging Face dataset.")
-    parts: int = option(20, "Number of parts of the images or video segments, of which one is held out.", least=1)
+    parts: int = option(20, "Number of parts to split the images or video segments into; one is held out.", least=1)
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     flip: bool = option(False, "Flip half of the training images horizontally.")
     size: int = option(32, "Height and width in training, in pixels.", least=1)
@@ -48,11 +48,11 @@ class GenerativeTraining(Training):
     max_ratio: float = option(1.0, MAX_RATIO, least=1)
     stream: bool = option(
         False,
-        "Decode images on demand, in --workers, instead of decoding all of them before training. Webdataset shards "
-        "and Hugging Face datasets are always streamed.",
+        "Decode images on demand, in the --workers processes, instead of decoding all of them before training. "
+        "Webdataset shards and Hugging Face datasets are always streamed.",
     )
     frames: int = option(16, "Frames per clip.", least=1)
-    every: int = option(1, "Distance between the frames of a clip, in frames of the video.", least=1)
+    every: int = option(1, "Distance between the frames of a clip, in video frames.", least=1)
     segment: int = option(240, "Length of a video segment, in frames; clips never cross segments.", least=1)
 
     def __post_init__(self) -> None:

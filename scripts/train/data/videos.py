@@ -343,11 +343,11 @@ PERMUTATIONS = tuple(itertools.permutations(range(4)))  # of the chunks of a cli
 TASKS = {
     "arrow": Task(
         ("forwards", "backwards"), _arrow, 1,
-        "forwards or backwards? Wei et al., Learning and Using the Arrow of Time, CVPR 2018",
+        "whether the clip runs forwards or backwards; Wei et al., Learning and Using the Arrow of Time, CVPR 2018",
     ),
     "order": Task(
         tuple(",".join(str(1 + i) for i in permutation) for permutation in PERMUTATIONS), _chunks, 4,
-        "the order of four chunks? after Xu et al., Video Clip Order Prediction, CVPR 2019",
+        "the order of four shuffled chunks; after Xu et al., Video Clip Order Prediction, CVPR 2019",
     ),
 }  # fmt: skip
 

@@ -84,7 +84,7 @@ class DiffusionTraining(GenerativeTraining):
         least=0, off=True, free=True,
     )  # fmt: skip
     vae: str = option(
-        "auto", "VAE that decodes latents: a folder, a hub id, or auto (the VAE that encoded them).", free=True
+        "auto", "VAE that decodes latents: a folder, a Hub ID, or auto (the VAE that encoded them).", free=True
     )
     text_features: Path | None = field(
         default=None,
@@ -138,7 +138,7 @@ class DiffusionTraining(GenerativeTraining):
     samples: int = option(12, "Number of held-out conditions to sample.", free=True, least=1, panel=RUN)
     sample_every: int = option(
         0,
-        "Number of steps between two sheets of samples; 0 draws one only at the end.",
+        "Number of steps between two sheets of samples; 0 draws a single sheet at the end.",
         free=True,
         least=0,
         off=True,

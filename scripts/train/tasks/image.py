@@ -85,8 +85,8 @@ class ImageTraining(Training):
     floating-point operations. They take a minute and a half on an H200 shared by six runs, and hours on a CPU.
 
     Expect: on Fashion-MNIST at the training size, 89% with the default rotation, 87 to 90% with other encodings, 83%
-    with a learned table, and 72 to 75% without positions. Other sizes have lower accuracies. At --lr 2e-3, rotation in
-    softmax attention is unstable: the loss rises again after about 300 steps.
+    with a learned table, and 72 to 75% without positions. At other sizes, the accuracy is lower. At --lr 2e-3, rotation
+    in softmax attention is unstable: the loss rises again after about 300 steps.
     """
 
     backbone: ClassVar[Backbone] = IMAGES
@@ -104,7 +104,7 @@ class ImageTraining(Training):
     limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     stream: bool = option(False, "Decode a folder's images on demand, instead of decoding all of them before training.")
     size: str = option(
-        "", "Size in training, in pixels: a side or HEIGHTxWIDTH. Default: 28 for idx files, 224 otherwise."
+        "", "Training size, in pixels: a side or HEIGHTxWIDTH. Default: 28 for idx files, 224 otherwise."
     )
     reference: str = option(
         "", "Interpolate positions to the patch grid of this image size, in pixels: a side or HEIGHTxWIDTH. To "
@@ -117,9 +117,9 @@ class ImageTraining(Training):
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option(
         "auto",
-        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto tests sides 4 patches "
-        "shorter and longer than --size, and --size with the longer width, or 20,40,56,28x40 for idx files. To test a "
-        "finished run at other sizes, repeat its command with different --test-sizes.",
+        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto tests at sides 4 "
+        "patches shorter and longer than --size, and at --size with the longer width; for idx files, it tests at "
+        "20,40,56,28x40. To test a finished run at other sizes, repeat its command with different --test-sizes.",
         free=True,
     )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")

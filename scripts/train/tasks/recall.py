@@ -65,7 +65,7 @@ class RecallTraining(Training):
     Cost: 19,000 parameters. 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 
     Expect: at the training size, an accuracy of 99% or more on key lookups and 52% to 56% on place lookups. At 64
-    frames, 83% to 97% on key lookups (three seeds). Without positions, 100% and 24% (one seed).
+    frames, key lookups reach 83% to 97% (three seeds). Without positions, expect 100% and 24% (one seed).
     """
 
     backbone: ClassVar[Backbone] = RECALL

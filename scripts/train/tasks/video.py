@@ -46,18 +46,17 @@ class VideoTraining(Training):
 
     Command: lrpe-md train video --data FOLDER --out runs/order --task order --precision bf16 --compile
 
-    Cost: a step shows each of --batch clips with two labels. By default, there are 1,500 steps of 64 times 288 tokens
-    and 2.7 M parameters. They take 35 to 70 seconds on an H200 shared with six other runs, and hours on a CPU. Videos
-    take 7 kB per frame at 48×48, and another 12 kB at the test size, 64×64.
+    Cost: a step shows each of --batch clips with two labels. By default, a model with 2.7 M parameters trains for
+    1,500 steps of 64 × 288 tokens. This takes 35 to 70 seconds on an H200 shared with six other runs, and hours on a
+    CPU. Decoded frames take 7 kB each at 48×48, and another 12 kB each at the test size, 64×64.
 
-    Expect: with --encoding none and space-only, the accuracy is exactly at chance level (50% for arrow, 4.2% for order)
-    at any length, except for ties, because these models can't see the order of frames. Cosine without a phase is
-    also at chance level for arrow: its q·k is even in the distance, so a clip and its reverse look the same. For
-    order, other encodings reach 20 to 60% in 3,000 steps, or stay at chance level. Each encoding stays there
-    for hundreds to thousands of steps before the accuracy improves. For arrow, the model memorises eleven
-    minutes of video (43 to 54% on other minutes of the same videos).
-    Compression artefacts between key frames can reveal the direction of time just as motion does; small sizes hide
-    most of the artefacts.
+    Expect: with --encoding none or space-only, the accuracy is exactly at chance level (50% for arrow, 4.2% for order)
+    at any length, except for ties, because these models can't see the order of frames. Cosine without a phase is also
+    at chance level for arrow: its q·k is an even function of the distance, so a clip and its reverse look the same. For
+    order, other encodings reach 20 to 60% in 3,000 steps, or stay at chance level. The accuracy only starts to improve
+    after hundreds to thousands of steps. For arrow, the model memorises eleven minutes of video, and only reaches 43 to
+    54% on other minutes of the same videos. Compression artefacts between key frames can reveal the direction of time
+    just as motion does; small sizes hide most of the artefacts.
     """
 
     backbone: ClassVar[Backbone] = VIDEOS
@@ -81,16 +80,16 @@ class VideoTraining(Training):
     )
     encoding: str = option("rotate", VIDEOS.help)
     attention: str = option("softmax", VIDEOS.attention_help)
-    memory: str = option("", f"{MEMORY_HELP} Without --causal: directions=both.")
+    memory: str = option("", f"{MEMORY_HELP} Without --causal, only directions=both works.")
     causal: bool = option(False, "Let frames attend only to earlier frames, for a streaming model.", panel=MODEL)
     window: int = option(
         0, "With --causal, number of frames that softmax attention sees; 0 means all.", least=0, off=True, panel=MODEL
     )
     space_time: str = option("joint", "Attention over space and time: joint, or factorised (space first).", panel=MODEL)
     frames: int = option(8, "Frames per clip.", least=1)
-    every: int = option(4, "Distance between the frames of a clip, in frames of the video.", least=1)
+    every: int = option(4, "Distance between the frames of a clip, in video frames.", least=1)
     sampling: str = option(
-        "dense", "Frames of a clip with --task labels: dense (one in --every), or uniform (over the whole video)."
+        "dense", "Frames to show with --task labels: dense (one in --every), or uniform (over the whole video)."
     )
     size: int = option(48, "Height and width of a clip in training, in pixels.")
     test_size: int = option(
@@ -102,7 +101,7 @@ class VideoTraining(Training):
     )  # fmt: skip
     reference: str = option(
         "", "FRAMESxSIZE, such as 8x48: interpolate positions to the grid of clips of this length and size. To "
-        "fine-tune at a different length or size, pass those that --weights were trained at. With --causal, only "
+        "fine-tune at a different length or size, pass the ones that --weights were trained at. With --causal, only "
         "positions in space change. Default: neighbouring tokens are one unit apart.",
     )  # fmt: skip
     motion: bool | None = option(
@@ -129,7 +128,7 @@ class VideoTraining(Training):
     segment: int = option(
         240,
         "Length of a video segment, in frames; training and test clips come from different segments. A test segment "
-        "needs twice --frames × --every.",
+        "needs 2 × --frames × --every frames.",
         least=1,
     )
     parts: int = option(
