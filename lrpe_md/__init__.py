@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# The console command imports names lazily, so that its help does not wait for torch. All other programs import every
+# The console command imports names lazily, so its help does not wait for torch. All other programs import every
 # name now, because operators must be registered before a saved program is loaded.
 _IS_COMMAND = Path(sys.argv[0]).stem == "lrpe-md" if sys.argv else False
 if TYPE_CHECKING or not _IS_COMMAND:
@@ -53,7 +53,7 @@ _LAZY = {
     **dict.fromkeys(_DOCUMENT, ".document"),
 }
 _EAGER = {name for name, value in globals().items() if str(getattr(value, "__module__", "")).startswith(__name__)}
-# adapt is left out, so that a star import does not need timm.
+# adapt is left out, so a star import does not need timm.
 __all__ = sorted({name for name in {*_EAGER, *_LAZY} if not name.startswith("_")} - {"adapt"})  # pyright: ignore[reportUnsupportedDunderAll]
 
 

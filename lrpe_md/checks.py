@@ -63,7 +63,7 @@ def or_one(number: int) -> str:
 
 
 def as_integer(value: Any) -> Any:
-    """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt. Return None for others."""
+    """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt. Return None for anything else."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard
         return value
     try:

@@ -86,8 +86,8 @@ def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) ->
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """Run :func:`lrpe_cosine_md`, and store H · N · D angles Θ for the backward pass.
 
-    This function only exists because the document defines it. Reading stored angles is never faster than recomputing
-    them (docs/tuning.md), and reads more memory if each head has its own θ.
+    This function only exists because the document defines it. Stored angles are never faster than recomputed ones
+    (docs/tuning.md), and cause more memory traffic if each head has its own θ.
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", x, (), is_transforming())

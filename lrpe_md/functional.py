@@ -95,7 +95,7 @@ def cosine(
         dim: dimension of the softmax, -1 (features) or -2 (sequence). It must be None for other activations.
         phase: φ (H or 1, D), which is added to Θ of grid tokens, but not of prefix and suffix tokens. If q and k have
             different phases, pass a pair (for q, for k), in which None means no phase. PoPE only has a phase on the
-            keys. With P groups of phases (P, H or 1, D), the outputs of all groups are concatenated, so that q·k is the
+            keys. With P groups of phases (P, H or 1, D), the outputs of all groups are concatenated, so q·k is the
             sum over groups. If only one phase of a pair has groups, the other phase is repeated for each group. Each
             group costs a launch, and the output is copied.
         amplitude: factor by which to multiply cos Θ and sin Θ of grid tokens: a number, or a float32 or float64 tensor
@@ -109,7 +109,7 @@ def cosine(
             channels, or rotary_dim in the cosine map copy their result to ``out``, and so do CPU calls and compiled
             code.
         out_start: index along L at which token 0 is written. ``out`` is then the whole cache (B, H, L, ..). The index
-            is an integer tensor of shape (), (1,) or (B,), which is read on the device, so that each replay of a CUDA
+            is an integer tensor of shape (), (1,) or (B,), which is read on the device, so each replay of a CUDA
             graph can write elsewhere. On a CPU, out-of-range tokens raise IndexError before anything is written (at run
             time in compiled code). On a GPU, these tokens are dropped silently.
         impl: "auto" uses Triton on a GPU and the reference elsewhere. "triton" raises an error if Triton cannot run.

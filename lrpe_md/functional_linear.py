@@ -92,8 +92,8 @@ def linear_attention(
     attention, and the backward pass takes two thirds. At 4,096 tokens, both passes are about ten times as fast, and at
     32,760 tokens about a hundred times. With a causal mask at 8,192 tokens, both passes are six times as fast. Compared
     with softmax attention and no positions, a compiled training step of a ViT-B/16 is 7% faster at 224 pixels and takes
-    55% of the time at 1,024 pixels. With fewer tokens, prefer softmax attention, which is no slower. The measurements
-    are in benchmark-linear.csv, linear-training.csv and linear-scaling.csv in scripts/results.
+    55% of the time at 1,024 pixels. For shorter sequences, prefer softmax attention, which is at least as fast. The
+    measurements are in benchmark-linear.csv, linear-training.csv and linear-scaling.csv in scripts/results.
 
     Args:
         q, k, v: tensors (B, H_q, N_q, D), (B, H_k, N_k, D) and (B, H_k, N_k, D_v) with any strides. H_k must divide H_q
@@ -116,8 +116,8 @@ def linear_attention(
               attends to.
             - "encoded": q̂_n · Σ_m β_m k̂_m, which can be close to 0. The output is 0 if |z| < eps.
             - "none": 1. Add a norm after the attention. docs/linear-attention.md shows how large outputs can get.
-        gate: β (B, H_k or 1, N_k), floats or bools that multiply the keys. A gate of 0 removes a token, even a token
-            that contains NaN. Such a gate gets no gradient.
+        gate: β (B, H_k or 1, N_k), floats or bools that multiply the keys. A gate of 0 removes a token, even one that
+            contains NaN, and gets no gradient.
         is_causal: whether each token attends only to itself and earlier tokens.
         block: number of tokens per block, for example per video frame. A token attends to its own block and to all
             earlier blocks. All tokens attend to the prefix, and suffix tokens attend to all tokens.

@@ -28,10 +28,10 @@ def parameter_groups(
         frequency_lr: learning rate of frequencies learned by this library's encodings. The default is ``lr``.
             Frequencies are learned as logarithms, so an Adam step changes each frequency by about this fraction of its
             value. With ``frequencies="mixed"`` or ``learnable="raw"``, an Adam step changes each frequency by about
-            this absolute value.
+            this absolute amount.
 
     Returns:
-        up to three groups, whose "name" is "decay", "no_decay" or "frequencies". Empty groups are left out.
+        up to three groups, with "decay", "no_decay" or "frequencies" as their "name". Empty groups are left out.
 
     Raises:
         ValueError: for a negative or non-finite learning rate or weight decay.

@@ -9,7 +9,7 @@ Both are described in reference_memory.py.
 
 In shapes, B is the batch size, H_q and H_k are the numbers of heads of q and of k and v, N is the number of tokens, D
 is head_dim, Ê is the width of q̂ and k̂, and D_v is the width of v. Query head h reads key head h // (H_q / H_k).
-Sequences are processed in chunks of L tokens, so that no matrix is N × N. Computations use float32, or float64 if q is
+Sequences are processed in chunks of L tokens, so no matrix is N × N. Computations use float32, or float64 if q is
 float64, regardless of autocast and TF32 settings.
 """
 

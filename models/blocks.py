@@ -145,7 +145,7 @@ class Stream(nn.Module):
 
     Args:
         parallel: whether attention and MLP read the same input, and a single gate scales the sum of their outputs.
-        last: whether the stream's output is unused, so that the stream only needs weights for q, k and v.
+        last: whether the stream's output is unused, so the stream only needs weights for q, k and v.
     """
 
     def __init__(self, options: BlockOptions, *, parallel: bool = False, last: bool = False) -> None:

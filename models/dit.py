@@ -292,12 +292,12 @@ class DiT(nn.Module):
             )
         if self.memory.directions != "both":
             raise ValueError(
-                "directions: expected 'both', because all frames are denoised at once, got "
+                "directions: expected 'both' for a model that denoises all frames at once, got "
                 f"{self.memory.directions!r}; pass Memory(directions='both')"
             )
         if self.text_width and not self.cross:
             raise ValueError(
-                "text_attention: expected 'cross', because a memory would also forget text in the sequence, "
+                "text_attention: expected 'cross' with a memory, which would also forget text in the sequence, "
                 f"got {texts[0]!r}"
             )
         check_key_norm(self.memory, qk_norm, ("head", "heads"))
@@ -339,16 +339,16 @@ class DiT(nn.Module):
         if self.pooled_width:
             if projections[1] == "none" and self.pooled_width != self.embed_dim:
                 raise ValueError(
-                    f"pooled_projection: expected 'linear' or 'mlp' for pooled features of {self.pooled_width} "
-                    f"channels, because embed_dim is {self.embed_dim}, got 'none'"
+                    f"pooled_projection: expected 'linear' or 'mlp' to project pooled features of {self.pooled_width} "
+                    f"channels to embed_dim = {self.embed_dim}, got 'none'"
                 )
             self.pooled_embed = _projection(projections[1], self.pooled_width, self.embed_dim, nn.SiLU)
 
     def _check_text_attention(self, kinds: Sequence[TextAttention]) -> None:
         if self.cross and set(kinds) != {"cross"}:
             raise ValueError(
-                "text_attention: expected 'cross' in all blocks or in none, because it keeps text out of the sequence, "
-                f"got {tuple(kinds)}"
+                f"text_attention: expected 'cross' in all blocks or in none, got {tuple(kinds)}. With 'cross', text is "
+                "not part of the sequence"
             )
         if set(kinds) != {"joint"} and not self.text_width:
             raise ValueError(
@@ -389,8 +389,8 @@ class DiT(nn.Module):
             )
         if self.preset is not None and (text is not None or after is not None):
             raise ValueError(
-                f"text_positions, image_after: expected None, because the preset {self.preset.name} defines both, got "
-                f"{text!r}, {after!r}"
+                f"text_positions, image_after: expected None with the preset {self.preset.name}, which defines both, "
+                f"got {text!r}, {after!r}"
             )
         if isinstance(text, str):
             check_one_of("text_positions", text, RULES)
@@ -443,7 +443,7 @@ class DiT(nn.Module):
         return _insert_unrotated(placed, length, self.num_registers) if self.num_registers else placed
 
     def encode_text(self, text: Any) -> Text:
-        """Encode the condition once, so that you can reuse the result in many calls to :meth:`forward`.
+        """Encode the condition once, so you can reuse the result in many calls to :meth:`forward`.
 
         Args:
             text: input of the text_encoder. A :class:`lrpe_md.models.text.Text` is only checked.

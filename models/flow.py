@@ -53,7 +53,7 @@ def _check_prediction(prediction: str) -> None:
 
 
 def _prediction_of(model: Any, prediction: Prediction | None) -> Prediction:
-    """Return ``prediction``, or by default the model's. The model may be wrapped in DistributedDataParallel."""
+    """Return ``prediction``, or the model's by default. The model may be wrapped in DistributedDataParallel."""
     found: Any = prediction or getattr(getattr(model, "module", model), "prediction", "velocity")
     _check_prediction(found)
     return found

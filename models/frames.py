@@ -36,7 +36,7 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
     """Encode q and k (B, H, N, D), and compute softmax attention of each token to its own frame and to earlier frames.
 
     Frames have ``context.block`` tokens each and follow the prefix. All tokens attend to the prefix, and prefix tokens
-    only attend to the prefix. Keys of earlier frames are stored unencoded, so that they can be encoded again when the
+    only attend to the prefix. Keys of earlier frames are stored unencoded, so they can be encoded again when the
     window moves. The first frame in the window is always at position 0, so positions never exceed the window
     (block-relativistic RoPE, arXiv 2511.20649).
     """

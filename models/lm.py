@@ -213,7 +213,7 @@ class LmAttention(nn.Module):
         else:
             q, k = self.encoding(q, k, positions=context.positions)
             keys.index_copy_(2, context.rows, k.to(keys.dtype))
-        # Query heads that share a key head are stacked along the tokens, so that the cache is not repeated for each of
+        # Query heads that share a key head are stacked along the tokens, so the cache is not repeated for each of
         # them.
         q = q.unflatten(1, (self.groups, -1)).flatten(2, 3).to(keys.dtype)
         x = softmax_attention(q, keys, values, scale=self.head_dim**-0.5, attn_mask=context.mask)
@@ -271,7 +271,7 @@ class Cache:
 
 
 def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
-    """Check that tokens are integers (B, N) with N > 0, and that B equals ``batch`` if that is not None."""
+    """Check that tokens are integers (B, N) with N > 0, and with B = ``batch`` unless ``batch`` is None."""
     if not isinstance(tokens, Tensor):
         raise TypeError(
             f"{name}: expected an integer tensor of shape (B, N), got {type(tokens).__name__}. To encode a string as "

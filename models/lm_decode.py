@@ -88,8 +88,8 @@ class Decoder:
         """Clear the cache, process the prompts (B, N), and return the logits (B, vocab_size) of the next token.
 
         Raises:
-            ValueError: if there are no tokens, the batch size differs, the dtype is not an integer, or tokens on the
-                CPU are not in the vocabulary, or if the padding is longer than the prompts (with a model on the CPU).
+            ValueError: if there are no tokens, the batch size differs, or the dtype is not an integer. On a CPU, also
+                if tokens are not in the vocabulary, or the padding is longer than the prompts.
             IndexError: if a cache with softmax attention has no room for the tokens.
         """
         check_tokens("prompt", prompt, len(self.token))

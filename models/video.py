@@ -144,10 +144,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             Each frame or location then gets its own copy of the prefix tokens, and the copies are averaged afterwards
             (TimeSformer, arXiv 2102.05095).
         causal: with "frames", tokens attend to their own and earlier frames, and prefix tokens only attend to the
-            prefix, so that you can process a video frame by frame with :meth:`stream`. This requires joint attention.
+            prefix, so you can process a video frame by frame with :meth:`stream`. This requires joint attention.
             Use ``global_pool="avg"``, because a class token does not attend to any frame.
         window: number of grid frames that a token attends to in causal softmax attention, including its own frame. None
-            means all earlier frames. The first frame of the window has time 0, so that a stream of any length has the
+            means all earlier frames. The first frame of the window has time 0, so a stream of any length has the
             same positions as a video of ``window`` frames (∞-RoPE, arXiv 2511.20649). Linear layers always attend to
             all earlier frames, through a state of constant size.
         temporal: if False, positions don't include time. The parameters stay the same. With ``tubelet_size=1`` and
@@ -211,7 +211,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self.sincos = CosineMd(self.embed_dim // 2, 3) if absolute == "sincos" else None
         if causal and self.global_pool == "token":
             raise ValueError(
-                "global_pool: expected 'avg' with causal='frames', because class tokens don't see frames, got 'token'"
+                "global_pool: expected 'avg' with causal='frames', got 'token'; class tokens don't attend to frames"
             )
         self.space_time: SpaceTime = space_time
         self.causal: Literal["frames"] | None = causal
@@ -468,7 +468,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     ) -> None:
         """Set the training size (frames, height, width), and with it ``grid_size`` and the size of a learned table."""
         if patch_size is not None:
-            raise ValueError(f"patch_size: expected None, because the size of the tubelets is fixed, got {patch_size}")
+            raise ValueError(f"patch_size: expected None, got {patch_size}; the size of the tubelets is fixed")
         if img_size is None:
             return
         table = self._table()

@@ -67,7 +67,7 @@ def load_program(name: str) -> Any:
         SystemExit: if a package is not installed, or only a checkout contains the program. The message says what to do.
     """
     if not is_here(name):
-        raise SystemExit(f"lrpe-md {name}: only works in a checkout of lrpe-md, and this is an installed wheel")
+        raise SystemExit(f"lrpe-md {name}: only works in a checkout of lrpe-md, but this is an installed wheel")
     return import_or_explain(name, lambda: importlib.import_module(f".{name}.app", __package__).app)
 
 

@@ -2,7 +2,7 @@
 
     python -m pytest -p lrpe_md.scripts.host_plugin --outcomes FILE [--adapt] TESTS
 
-The plugin writes one line of JSON when a test ends, so that earlier outcomes survive a crash. Before each test, it
+The plugin writes one line of JSON when a test ends, so earlier outcomes survive a crash. Before each test, it
 seeds the random number generators in the same way with and without ``--adapt``.
 """
 

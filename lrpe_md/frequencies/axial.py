@@ -37,7 +37,7 @@ def _strides(widths: Sequence[int], num_channels: int) -> list[list[int]]:
 
 
 class _AxisMap(NamedTuple):
-    """Rule for dividing C channels among axes. Its functions take the widths of the axes and C.
+    """Rule for dividing C channels among axes. Its functions receive the widths of the axes, and C.
 
     If ``channels`` is None, each axis fills one block of consecutive channels.
     """
@@ -135,7 +135,7 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     if left and remainder is None:
         raise ValueError(
             f"num_channels: expected a multiple of {total} for shares {' : '.join(map(str, shares))}, got "
-            f"{num_channels}; or pass the axis that gets the rest, such as remainder=0"
+            f"{num_channels}; alternatively, pass the axis that gets the rest, such as remainder=0"
         )
     if remainder is not None:
         parts[remainder] += left
@@ -218,8 +218,8 @@ def axial_omega(
         sections: number of channels per axis, slowest axis first, or number of heads for ``"head"``. Channels beyond
             the sum of the sections are not rotated. By default, ``"block"`` uses all of theta for each axis and stops
             at C channels. The other maps use equal sections by default, and the first axis gets the remainder.
-        gaps: numbers of unrotated channels before, between and after the blocks. There is one more gap than blocks.
-            ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
+        gaps: numbers of unrotated channels before, between and after the blocks. There is one more gap than there are
+            blocks. ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
         num_heads: number of heads for ``"head"``. Default: the sum of the sections.
 
     Returns:

@@ -42,7 +42,7 @@ def random_directions(
 
 
 def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
-    """Return 2-D directions (H, C, 2) from one angle a per head: a for half of the channels, a + π/2 for the rest.
+    """Return 2-D directions (H, C, 2) from one angle a per head: a for half of the channels, and a + π/2 for the rest.
 
     With a ~ U(0, 2π) per head, this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
     """
@@ -54,7 +54,7 @@ def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
 
 
 def golden_directions(num_channels: int, num_axes: int) -> Tensor:
-    """Return evenly spread directions (C, K) in float64, for K = 2 or 3 and any number of channels.
+    """Return evenly distributed directions (C, K) in float64, for K = 2 or 3 and any number of channels.
 
     For K = 2, successive channels are a golden section of the half circle apart. For K = 3, height and azimuth on the
     half sphere use the generalisation of the golden section (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional

@@ -19,7 +19,7 @@ __all__ = ["rope_frequencies"]
 
 
 class _Model(NamedTuple):
-    """Inputs of a scaling rule besides the series: config fields and sequence lengths."""
+    """Inputs of a scaling rule other than the series: config fields and sequence lengths."""
 
     fields: Mapping[str, Any]
     head_dim: int
@@ -35,7 +35,7 @@ class _Model(NamedTuple):
 
     @property
     def original(self) -> float:
-        """Sequence length with which the model was trained."""
+        """Sequence length that the model was trained on."""
         return self.fields.get("original_max_position_embeddings") or self.maximum
 
     @property
@@ -143,8 +143,8 @@ def rope_frequencies(
             ``factor``, ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``,
             ``truncate``, ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
             ``high_freq_factor``. Other fields are ignored, with a warning if the name resembles one of these. None
-            means "default". If a config has a dict for each layer type, as in Gemma 3, call this function once for each
-            of them.
+            means "default". If a config has a dict for each layer type, as in Gemma 3, call this function once per
+            dict.
         head_dim: number of channels per head, D. The rotated width R is ``int(D * partial_rotary_factor)``, or D
             without that field. For "proportional", R is always D, and the remaining channels have θ = 0.
         max_position_embeddings: maximum length in the config. "dynamic" scales from this length. This length is also
@@ -160,8 +160,8 @@ def rope_frequencies(
 
     Raises:
         TypeError: if rope_parameters is not a dict.
-        ValueError: if the type is unknown, a field, the base, or the type of a ``factor`` is missing, the width is odd,
-            or rope_parameters has a dict for each layer type.
+        ValueError: if the type is unknown, if a field, the base or the type of a ``factor`` is missing, if the width is
+            odd, or if rope_parameters has a dict for each layer type.
 
     Sources: the papers cited in :func:`lrpe_md.linear_scaling` and the other scalings. The fields are the same as in
     ``modeling_rope_utils.py`` of transformers 5.23. The results agree up to float32 rounding. That file has no "ntk"

@@ -40,7 +40,7 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
 
 
 def dynamic_ntk_scaling(theta: Tensor, factor: float, *, length: int, original_length: int) -> tuple[Tensor, float]:
-    """Apply :func:`ntk_scaling` by factor · L/L0 - (factor - 1) if the length L exceeds the original length L0."""
+    """Apply :func:`ntk_scaling` with factor · L/L0 - (factor - 1) if the length L exceeds the original length L0."""
     _check_positive(factor=factor, length=length, original_length=original_length)
     return ntk_scaling(theta, factor * max(length, original_length) / original_length - (factor - 1))
 
@@ -128,7 +128,7 @@ def riflex_scaling(
 ) -> tuple[Tensor, float]:
     """Apply RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8), which lowers the intrinsic frequency to share · 2π / length.
 
-    ``length`` frames then span ``share`` of the period, so that a longer video does not repeat. If the period is
+    ``length`` frames then span ``share`` of the period, so a longer video does not repeat. If the period is
     already at least ``length``, theta is unchanged, as in the authors' code without fine-tuning. Use this scaling for
     the time axis.
 
@@ -160,7 +160,7 @@ def riflex_scaling(
 def dype_ntk_scaling(
     theta: Tensor, factor: float, time: float | Tensor, *, strength: float = 2.0
 ) -> tuple[Tensor, float]:
-    """Apply DyPE (Issachar et al., arXiv 2510.20766), which is :func:`ntk_scaling` by factor^(strength · t²).
+    """Apply DyPE (Issachar et al., arXiv 2510.20766), which is :func:`ntk_scaling` with factor^(strength · t²).
 
     Args:
         factor: length divided by the training length. If it is at most 1, theta is unchanged.
@@ -188,7 +188,7 @@ def dype_yarn_scaling(
     How a frequency is scaled depends on the number of turns that it makes in ``original_length``. With fewer than
     ``interpolated`` turns, the frequency is divided by ``factor``. With more, it follows :func:`ntk_scaling`. With more
     than ``kept`` turns, it stays the same. Both arguments are pairs of bounds, between which a ramp blends the two
-    neighbouring ranges. The bounds are multiplied by t², so that all of θ is kept as t approaches 0. Ramp ends are
+    neighbouring ranges. The bounds are multiplied by t², so all of θ is unchanged as t approaches 0. Ramp ends are
     rounded outwards to whole indices.
 
     This follows the authors' code except close to t = 0, if all frequencies lie on one side of a ramp. In that case,

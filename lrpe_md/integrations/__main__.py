@@ -62,7 +62,7 @@ def _make(name: str) -> nn.Module:
         if cls is None:
             raise ValueError(f"expected a diffusers class, got {config['_class_name']!r}")
         return cls.from_config(config)
-    # An import statement would make type checkers read all of its models, which is slow.
+    # An import statement would make type checkers read all models of the library, which is slow.
     transformers: Any = import_module("transformers")
     return transformers.AutoModel.from_config(
         transformers.AutoConfig.from_pretrained(name if config is None else str(path))
@@ -74,9 +74,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"expected a configuration, a JSON object, got another kind of file ({error})") from error
+        raise ValueError(f"expected a configuration (a JSON object), got a different kind of file ({error})") from error
     if not isinstance(config, dict):
-        raise ValueError(f"expected a configuration, a JSON object, got {type(config).__name__}")
+        raise ValueError(f"expected a configuration (a JSON object), got {type(config).__name__}")
     return config
 
 

@@ -68,14 +68,14 @@ class Context:
         self.block, self.carried, self.window, self.bidirectional = block, carried, window, bidirectional
 
     def block_for(self, memory: Memory | None) -> int | None:
-        """Return the tokens per block in a layer with this memory, or None if its tokens have no order."""
+        """Return the number of tokens per block in a layer with this memory, or None if its tokens have no order."""
         return None if self.bidirectional and memory is None else self.block
 
 
 def weight_dtype(layer: nn.Module, default: torch.dtype) -> torch.dtype:
     """Return the dtype of a layer's weight, or ``default`` if the weight is quantised.
 
-    If a wrapper, such as LoRA, has no weight of its own, return the dtype of its first parameter.
+    If a wrapper, such as LoRA, has no ``weight``, return the dtype of its first parameter.
     """
     weight: Any = getattr(layer, "weight", None)  # a method in torch.ao's quantised layers
     if weight is None:
@@ -114,7 +114,7 @@ def softmax_attention(
 ) -> Tensor:
     """Compute SDPA of q, k (B, H, N, D or 2D) and v (B, H, N, D) with the backends of :func:`sdpa_backends`.
 
-    ``scale`` is D**-0.5, where D is the head_dim before any map. Zero frequencies then have no effect.
+    ``scale`` is D**-0.5, where D is the head_dim before any map, so a map with zero frequencies has no effect.
     """
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(q.dtype)  # mixed precision casts q, but not the contents of a Context
@@ -257,13 +257,13 @@ def attend_linearly(
 ) -> Tensor:
     """Compute linear attention of unencoded q, k and v (B, H, N, D) in v's dtype. See also :func:`attend_with`.
 
-    ``norm`` is the norm of q and k if it is fused. ``memory`` and ``decay`` are the layer's own, and apply to each
+    ``norm`` is the norm of q and k if it is fused. ``memory`` and ``decay`` belong to the layer, and apply to each
     block.
     """
     if attn_mask is not None:
         raise ValueError(
-            "attn_mask: expected None, because linear attention has no weights to mask (is_causal works), "
-            f"got a mask of shape {tuple(attn_mask.shape)}; use attention='softmax'"
+            f"attn_mask: expected None with linear attention, got a mask of shape {tuple(attn_mask.shape)}. Linear "
+            "attention has no weights to mask; use is_causal, or attention='softmax'"
         )
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, norms return float32
     own = NOTHING if encoding is None else encoding
@@ -311,8 +311,8 @@ def check_key_norm(memory: Memory, qk_norm: Any, known: Sequence[Any]) -> None:
     if memory.rule == "delta" and qk_norm not in known:
         expected = " or ".join(map(repr, known))
         raise ValueError(
-            f"qk_norm: expected {expected} with rule='delta', because the state can grow without bound if the keys do, "
-            f"got {qk_norm!r}; build the model with qk_norm={known[0]!r}"
+            f"qk_norm: expected {expected} with rule='delta', got {qk_norm!r}. If keys are not normalised, the state "
+            f"can grow without bound; build the model with qk_norm={known[0]!r}"
         )
 
 

@@ -66,7 +66,7 @@ class _Entry(NamedTuple):
 
 
 class _Local(threading.local):
-    """This thread's positions: of the forward pass (``running``), and now (``current``, maybe from a saved tensor)."""
+    """Positions in this thread: those of the forward pass (``running``), and the current ones (``current``)."""
 
     def __init__(self) -> None:  # set per thread, because Dynamo's guards would miss class attributes
         self.running: Any = None  # an _Entry, or None
@@ -123,8 +123,8 @@ class _Adaptation:
             found = next((entry for entry in entries if entry is not None and entry.task == task), None)
         if found is None or found.positions is None:
             raise RuntimeError(
-                f"positions: expected {path} to run during the forward pass of the adapted "
-                f"{type(self.model).__name__}, got no positions. Call the model itself, return positions from the "
+                f"positions: expected positions for {path} from the forward pass of the adapted "
+                f"{type(self.model).__name__}, got none. Call the model itself, return positions from the "
                 "function, or call set_positions() before the first attention. If a checkpoint is being recomputed: "
                 "nested checkpoints need use_reentrant=False, and a compiled model with a graph break at a checkpoint "
                 "needs its blocks compiled one by one"
@@ -160,7 +160,7 @@ def _call_positions(where: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _current_task() -> int:
-    """Return the id of the running backward, or -1."""
+    """Return the id of the running backward pass, or -1."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
@@ -226,7 +226,7 @@ class _ModelForward(_Forward):
         if not own.is_used:
             raise RuntimeError(
                 f"modules: expected attention modules that {type(self.module).__name__}.forward calls, got "
-                f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, none of which it called. "
+                f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, which it didn't call. "
                 "Select the modules whose own forward calls scaled_dot_product_attention"
             )
         return output
@@ -444,7 +444,7 @@ def adapt_attention(
     embeddings that the model adds to its tokens remain, unless you remove them yourself.
 
     Args:
-        model: DiT, SiT, U-ViT, MAE, nanoGPT, .. For timm's plain ViT, :func:`lrpe_md.adapt` offers more.
+        model: a model such as DiT, SiT, U-ViT, MAE or nanoGPT. For timm's plain ViT, :func:`lrpe_md.adapt` offers more.
         encoding: "rotate", "cosine", "mixed", a preset name, a ``Scheme``, a factory, or a module called as
             ``encoding(q, k, positions=positions)`` with q and k (B, H, N, D). See :func:`.encoding.build_encoding`. The
             encoding is moved to the model's device.
@@ -456,10 +456,11 @@ def adapt_attention(
             attn, attn1, attention, self_attn or self_attention. If matches are nested, only the outermost is used.
         encoding_kwargs: options of the encoding; see :func:`.encoding.build_encoding`. With ``sharing="layer"``, each
             layer gets its own encoding.
-        num_axes: number of axes, if the encoding is built here. The default is that of fixed positions, or else 2.
+        num_axes: number of axes, if the encoding is built here. The default is the number of axes of fixed positions,
+            or 2 otherwise.
         head_dim, num_heads: sizes of the attention modules. By default, they are read from the modules.
-        name: attribute of the model that holds the encoding. If two groups of modules need different encodings, such as
-            the encoder and decoder of an MAE, call ``adapt_attention`` twice with different names.
+        name: attribute of the model that holds the encoding. If two groups of modules, such as the encoder and decoder
+            of an MAE, need different encodings, call ``adapt_attention`` twice with different names.
 
     The cosine map doubles the width of q and k, but attention keeps the scale of the original head_dim. If q and k
     differ in length, the attention raises an error. So exclude cross-attention, and disable key caches.
@@ -654,5 +655,5 @@ def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
         if heads and (size or width):
             return size or (width or 0) // heads, heads
     raise ValueError(
-        f"head_dim, num_heads: expected both as arguments, because {path} does not have them as attributes, got None"
+        f"head_dim, num_heads: expected both as arguments, got None; {path} does not have them as attributes"
     )

@@ -1,6 +1,6 @@
 """Copies of functions and classes in which some of the functions that they call are replaced.
 
-A copy shares the globals of its original, so that later patches affect both. Where the original looks up
+A copy shares the globals of its original, so later patches affect both. Where the original looks up
 ``apply_rotary_emb``, the copy looks up a private name. We add that name next to the original name: in a function's
 globals, in a module, or in a module from which a function imports at run time.
 """
@@ -41,8 +41,8 @@ class Lookups(NamedTuple):
     """Names that a code object looks up.
 
     Args:
-        chains: (kind, variable, attribute, ..), such as for ``self.rope.rotate``, and all prefixes. The kind is
-            "global", "local", or "cell" for a variable of an enclosing function.
+        chains: (kind, variable, attribute, ..) for each chain, such as ``self.rope.rotate``, and for all its prefixes.
+            The kind is "global", "local", or "cell" for a variable of an enclosing function.
         imports: (module, name) of imports at run time, such as ``("2:embeddings", "apply")``, where 2 is the relative
             level.
         others: attribute names that are looked up on anything else.
@@ -170,7 +170,7 @@ class Copier:
         return self._replace_names(code, function, depth)
 
     def _find(self, code: CodeType, function: FunctionType, depth: int) -> dict[str, list[Place]]:
-        """Return the places of each name whose every use in the code refers to a replaced function."""
+        """Return the places of each name that refers to a replaced function wherever the code uses it."""
         lookups, space = read_lookups(code), function.__globals__
         places: dict[str, list[Any]] = {name: [None] for name in lookups.others}
         cells = dict(zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()), strict=True))
@@ -250,13 +250,13 @@ def _call_global(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _nested_function(code: CodeType, function: FunctionType) -> FunctionType:
-    """Return a function that another one defines when it runs. It is always the same object."""
+    """Return a function that another one defines when it runs. Results are cached."""
     return FunctionType(code, function.__globals__, code.co_name)
 
 
 @functools.cache
 def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[int, Any], ...]) -> FunctionType:
-    """Return a function with different code and cell contents (by cell index). It is always the same object."""
+    """Return a function with different code and cell contents (by cell index). Results are cached."""
     cells = list(function.__closure__ or ())
     replaced = {id(cells[i].cell_contents): ours for i, ours in changed}  # may include __wrapped__
     for i, ours in changed:
@@ -358,7 +358,7 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
 def derive_class(
     cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
 ) -> Any:
-    """Return a class of the same name with different methods. It is always the same object.
+    """Return a class of the same name with different methods. Results are cached.
 
     ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``recipe.derive(cls)`` recreates this
     class. ``extras`` holds additional attributes of the class's objects.

@@ -46,9 +46,8 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
             two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
             a module or bound method that reads cos and sin from its own tensors, which are then read at each call. We
             probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So
-            it must not change what it computes at some larger size, such as a scale from 4,096 tokens on. A number
-            whose name contains ``offset``, ``start_pos`` or ``past`` is the row of the first token, if the probe
-            confirms it.
+            it must not behave differently at larger sizes, for example by scaling from 4,096 tokens on. A number whose
+            name contains ``offset``, ``start_pos`` or ``past`` is the row of the first token, if the probe confirms it.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:

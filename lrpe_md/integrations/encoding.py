@@ -95,16 +95,16 @@ def build_encoding(
               per layer if it learns;
             - the result of :func:`lrpe_md.preset` for this head_dim;
             - a module, shared by all layers;
-            - a factory, called once per layer. If its signature names some of ``head_dim``, ``num_heads`` and
-              ``num_axes``, as those of ``CosineMd`` and ``partial(CosineMd, learnable=True)`` do, it gets these.
-              Otherwise, it gets ``(head_dim, num_heads)``;
+            - a factory, called once per layer. If its signature contains any of ``head_dim``, ``num_heads`` and
+              ``num_axes``, as for ``CosineMd`` and ``partial(CosineMd, learnable=True)``, it receives these. Otherwise,
+              it receives ``(head_dim, num_heads)``;
             - None or "none": no encoding.
         kwargs: options of :class:`lrpe_md.CosineMd` or :class:`lrpe_md.RotateMd` for "cosine", "rotate" and "mixed",
             options of :func:`lrpe_md.preset` and PresetMd for a preset, arguments of the factory, or ``act`` and
             ``dim`` for None. "cosine" and "rotate" also accept ``split``, each axis's share of the channels ((2, 3, 3)
             gives time two eighths), and ``remainder``, the axis that gets the leftover channels. ``learnable`` then
-            trains ω. If the module is built here, ``sharing`` is "model" or "layer". For the three names, ``heads`` is
-            "shared" or "own".
+            trains ω. If the module is built here, ``sharing`` is "model" or "layer". For "cosine", "rotate" and
+            "mixed", ``heads`` is "shared" or "own".
         head_dim, num_heads, depth, num_axes: sizes of the backbone.
 
     Raises:
@@ -182,7 +182,7 @@ def _of_series(
         kwargs = {"frequencies": "mixed", "learnable": True, **kwargs}
     heads = _one_of("heads", kwargs.pop("heads", None), ("shared", "own"))
     if heads is not None and "num_heads" in kwargs:
-        raise ValueError(f"heads: expected None with num_heads, because both set the same thing, got {heads!r}")
+        raise ValueError(f"heads: expected None with num_heads, got {heads!r}; pass only one of them")
     by_head = kwargs.get("phase") or kwargs.get("frequencies") == "mixed" if heads is None else heads == "own"
     own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
     split = own.get("split")
@@ -200,7 +200,7 @@ def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = N
     if split is None:
         if remainder is not None:
             raise ValueError(
-                f"remainder: expected None without split, because it is the axis that gets the rest, got {remainder}"
+                f"remainder: expected None without split, got {remainder}; it is the axis that gets the rest of a split"
             )
         return kwargs
     series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}
@@ -220,7 +220,7 @@ def _of_preset(
 ) -> tuple[Maker, Sharing]:
     """Build a preset. All layers share it if nothing is learned, or if the scheme says so."""
     if "heads" in kwargs:
-        raise ValueError(f"heads: expected None with a preset, which defines it, got {kwargs['heads']!r}")
+        raise ValueError(f"heads: expected None with a preset, got {kwargs['heads']!r}")
     _check_options(kwargs, encoding_options(encoding), "a preset")
     changes = {key: kwargs.pop(key) for key in CHANGES if key in kwargs}
     if isinstance(encoding, Preset):
@@ -241,8 +241,8 @@ def _of_made(
     """Use a preset that is already built. All layers start with its frequencies."""
     if changes:
         raise ValueError(
-            f"encoding_kwargs: {', '.join(CHANGES[:-1])} and {CHANGES[-1]} can't be changed on a Preset, which is "
-            f"already built, got {changes}"
+            f"encoding_kwargs: expected no {', '.join(CHANGES[:-1])} or {CHANGES[-1]} with a Preset, which is already "
+            f"built, got {changes}; pass the scheme or its name instead"
         )
     heads = max(made.omega.shape[0], 1 if made.phase is None else made.num_heads)
     if made.head_dim != head_dim or heads not in (1, num_heads):
@@ -307,7 +307,7 @@ def _advise(kwargs: dict[str, Any]) -> str:
 
 
 def explain_misplaced_options(function: F) -> F:
-    """Raise an error that says where to put an option of the encoding, or a reference, that the function receives."""
+    """If the function receives a reference or an option of the encoding, raise an error that says where it belongs."""
     own = inspect.signature(function).parameters.keys()
     options = encoding_options("cosine") | encoding_options("rotate") | encoding_options("eva02")
     options -= {*own, "device", "dtype", "num_heads"}
@@ -343,7 +343,7 @@ class EncodingStack:
     """View of a backbone's encoding, which may be shared by all layers, one per layer, or None.
 
     ``EncodingStack(model.encoding)[i]`` is the encoding of layer i. The backbone itself registers the module or
-    ModuleList, so that its parameters have a single name everywhere: in the state_dict, optimizers and FSDP.
+    ModuleList, so its parameters have a single name everywhere: in the state_dict, optimizers and FSDP.
     """
 
     def __init__(self, encoding: nn.Module | Sequence[nn.Module] | None) -> None:
@@ -473,8 +473,8 @@ class EncodingStack:
             return positions
         if not isinstance(positions, Grid):
             raise ValueError(
-                f"places: expected None for axes {list(first.moved)}, because positions are a table: text with "
-                "its own positions, an image after it, or dropped tokens"
+                f"places: expected None for axes {list(first.moved)}, because positions are a table. This is the case "
+                "for text with its own positions, for an image after text, and for dropped tokens"
             )
         return first.locate(positions)
 
@@ -488,5 +488,5 @@ def _on_axes(made: Preset, reference: Sequence[int | None] | None) -> tuple[int 
     probe = tuple(range(2, 2 + len(reference)))  # distinct sizes, none of them 1
     placed: Any = made.scheme.grid(probe)
     if not isinstance(placed, Grid):
-        raise ValueError(f"reference: expected None, since {made.name} has a table of positions, got {reference}")
+        raise ValueError(f"reference: expected None with {made.name}, whose positions are a table, got {reference}")
     return tuple(reference[probe.index(n)] if n in probe else None for n in placed.shape)

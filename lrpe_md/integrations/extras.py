@@ -14,5 +14,5 @@ def require(library: str) -> None:
     except ValueError:  # a module without a spec
         found = True
     if not found:
-        message = f"{library}: expected it to be installed; pip install 'lrpe-md[{library}]'"
+        message = f"{library} is not installed; run pip install 'lrpe-md[{library}]'"
         raise ModuleNotFoundError(message, name=library)

@@ -109,9 +109,9 @@ class _Processor(NamedTuple):
 
     Args:
         ndim: number of dimensions of its cos and sin: (N, D), (B, N, H D) or (B, N, 1, D).
-        text: "with norms" if text has norms of its own, "joined" if unrotated text is joined to the video, or "none".
+        text: "with norms" if text has separate norms, "joined" if unrotated text is joined to the video, or "none".
         over_heads: whether each norm is over all heads.
-        on_cpu: whether to fuse on a CPU too, where this adds Python calls and saves no time.
+        on_cpu: whether to fuse on a CPU too, which adds Python calls but saves no time there.
     """
 
     ndim: int

@@ -28,7 +28,7 @@ class Unlike(Exception):
 
 
 class Follow(NamedTuple):
-    """Dimension of a table. It is indexed by the position on an axis of x, or by a leaf's integers along these axes."""
+    """Dimension of a table, indexed by the position on an axis of x, or by a leaf's integers along ``axes``."""
 
     axes: tuple[int, ...]
     positions: int | None = None
@@ -56,8 +56,7 @@ class Turn(NamedTuple):
     """Rotation of one tensor by the tables.
 
     Attributes:
-        cos, sin: runs in channel order, and whether the runs alternate, so that each of two runs has every other
-            channel.
+        cos, sin: runs in channel order, and whether two runs alternate from channel to channel.
         rows: where the first token's row is: "start", "end" (rows and tokens end together), or "offset" (an argument).
         heads: width of a head if x has all heads in its last dimension, or else 0.
         axes: axes of x for batch, heads and tokens. Tables vary along the last one. Negative numbers are new axes.
@@ -98,7 +97,7 @@ class RotationPlan(NamedTuple):
             one x depend on the length of another.
         required_sizes: dimensions that must have a specific size, as (leaf, dimension, axis of x with this size). A
             negative third number is minus the size.
-        grids: with this instead of turns, the leaves that hold sizes (B, 3) and a complex table (L, D/2). See
+        grids: used instead of turns: the leaves that hold sizes (B, 3) and a complex table (L, D/2). See
             :func:`_run_on_grids`.
     """
 
@@ -167,7 +166,7 @@ class PreparedCall(NamedTuple):
 
 
 def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) -> tuple[Any, tuple[int, ...] | None]:
-    """Return an index and a permutation that arrange labelled dimensions like the target, or None if not needed.
+    """Return an index and a permutation that arrange labelled dimensions like the target. Either is None if not needed.
 
     Dimensions of the target that are not in ``labels`` are added.
     """

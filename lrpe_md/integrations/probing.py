@@ -44,7 +44,7 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
-_MOST_ENTRIES = 2**20  # total over all tables, so that an entry is exact in float32
+_MOST_ENTRIES = 2**20  # total over all tables, so an entry is exact in float32
 _MOST_TOKENS = 5  # tokens per axis whose entries are looked up
 _MOST_LAYOUTS = 300
 _MOST_ANSWERS = 6  # give up on a kind of arguments after this many results that are not rotations
@@ -425,7 +425,7 @@ class Reading:
                 if len({index - n for index, n in zip(column, numbers, strict=True)}) == 1:
                     begins[at] = column[0] - numbers[0]
                     return at
-            raise Unlike(5, "reads its tables in an order that differs from the tokens'")
+            raise Unlike(5, "reads its tables in a different order from the tokens")
 
         def locate(numbers: Tensor, is_negated: bool) -> tuple[Any, ...]:
             """Return the leaf, the sign and the index of a channel whose entries have these numbers."""

@@ -49,7 +49,7 @@ class Recognised:
         axis_order: "major_first" if the slowest axis has the first channels, "minor_first" if the fastest axis has
             them, or None for any other order.
         bases: base of the geometric series of each axis, or None if the series is not geometric. If its first frequency
-            is not 1, the printed call ends with this factor.
+            is not 1, the comment after the printed call states it as a scale.
         error: largest difference from the function, for x with a standard deviation of 1.
     """
 
@@ -112,7 +112,7 @@ def recognise(
 
 
 def _swap_heads_and_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of (B, H, N, D) that calls one of (B, N, H, D)."""
+    """Wrap a function of (B, N, H, D) as a function of (B, H, N, D)."""
 
     def swapped(*xs: Tensor) -> Any:
         out = function(*(x.transpose(1, 2) for x in xs))
@@ -173,7 +173,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     arguments = Arguments(kind, {**fitted, **values}, notes)
     error = float(((rotate if values else cosine)(x, **arguments) - call(x)).abs().max())
     if not error < 20 * _ANGLE:
-        raise Unlike(5, f"is not linear in x, or mixes tokens: the rotation that it resembles differs by {error:.2g}")
+        raise Unlike(5, f"is not linear in x, or mixes tokens: the closest rotation differs by {error:.2g}")
     return Recognised(arguments, kind, axes, order, bases, error)
 
 

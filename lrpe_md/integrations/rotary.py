@@ -37,7 +37,7 @@ _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "
 
 
 class DropIns(NamedTuple):
-    """Maps each rotary function to our replacement, which is always the same object.
+    """Map from rotary functions to our replacements. A function always gets the same replacement.
 
     Args:
         impl: see :func:`lrpe_md.rotate`.
@@ -160,7 +160,7 @@ def exchanged_names(part: Any) -> list[str]:
 
 
 def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
-    """Rotate q and k with :func:`lrpe_md.rotate` in a built model of any library, or in the denoisers of a pipeline.
+    """Rotate q and k in an existing model, or in a pipeline's denoisers, with :func:`lrpe_md.rotate`.
 
     This changes the model in place, and returns it. If modules and attention processors call a function by name to
     rotate q and k, this function is replaced with an equivalent one (:func:`drop_in`). Other models of the same classes

@@ -91,8 +91,8 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     """In all encodings, move index i of a grid axis to position ``places[i]``. None restores the original positions.
 
     Use this for coordinates that change between steps, such as the :func:`lrpe_md.positions.relative_times` of a
-    stream, or a jump between scenes. It calls :meth:`FrequencyModule.set_places` of each encoding, which works in place
-    if the length stays the same.
+    stream, or for a jump between scenes. It calls :meth:`FrequencyModule.set_places` of each encoding, which works in
+    place if the length stays the same.
 
     Raises:
         ValueError: if there is no encoding, one of them lacks the axis, places don't have the shape (n,), or the model

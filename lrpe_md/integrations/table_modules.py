@@ -1,4 +1,4 @@
-"""Frequencies of other libraries' rotary modules, so that :mod:`.run_time` can scale them.
+"""Frequencies of other libraries' rotary modules, for :mod:`.run_time` to scale.
 
 A module still computes its own tables. ``set_scaling`` and ``set_places`` then rotate the tables by the difference of
 the angles, which is exactly zero as long as nothing is changed. Frequencies and positions come from a known formula for

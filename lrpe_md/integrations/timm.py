@@ -5,7 +5,7 @@ Weights and their names are the same as in timm. The state_dict has additional k
 
 The backbone owns the encoding, computes the positions once per forward pass, and passes both to its blocks. timm's
 blocks pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the
-mask. A forward pass stores no state on a module, so that activation checkpointing recomputes with the right positions.
+mask. A forward pass stores no state on a module, so activation checkpointing recomputes with the right positions.
 
 Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
 """
@@ -82,7 +82,7 @@ class LrpeAttention(Attention):
     state forgets. ``feature_act`` replaces the encoding's activation.
 
     For the backward pass, softmax attention stores the encoded q and k, and, because of v, the projection's output.
-    These are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so that
+    These are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so
     only three are stored, unless the encoding has an activation or learned frequencies. ``keep_encoded=False`` only
     stores the projection's output, and re-encodes q and k in the backward pass. It has no effect under checkpointing or
     after ``timm.layers.set_fused_attn(False)``.
@@ -364,7 +364,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             x = x + self._sincos(size, x).reshape(x.shape[1:])
         if self.has_class_token and self.cls_token is None and self.num_prefix_tokens > self.num_reg_tokens:
             raise ValueError(
-                f"model.num_prefix_tokens: expected {self.num_reg_tokens}, because model.cls_token is None, got "
+                f"model.num_prefix_tokens: expected {self.num_reg_tokens} with model.cls_token=None, got "
                 f"{self.num_prefix_tokens}; change it when you remove the class token"
             )
         x = self._pos_embed(x)
@@ -526,7 +526,7 @@ def adapt(
 
 
 def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[Any], memory: Memory | None) -> None:
-    """Check that all layers that use linear attention support it, and that they support this memory."""
+    """Check that the layers with linear attention are compatible with it, and with this memory."""
     if any(kind == "linear" and m.attn_drop.p > 0 for _, kind, m in attentions):
         raise ValueError("attn_drop_rate: expected 0, because linear attention has no weights to drop")
     check_memory(memory, kinds)
@@ -601,8 +601,8 @@ def _without_table(state_dict: Mapping[str, Any], model: nn.Module) -> Any:
     fitted: Any = copy(state_dict)
     if getattr(model, "pos_embed", None) is None and fitted.pop("pos_embed", None) is not None:
         warnings.warn(
-            "state_dict: pos_embed: dropped, because the model has no table. Models have one with absolute='learned', "
-            "and with adapt(.., absolute='keep')",
+            "state_dict: dropped pos_embed, because the model has no position table. To get one, build the model with "
+            "absolute='learned', or call adapt(.., absolute='keep')",
             stacklevel=3,
         )
     return fitted

@@ -52,7 +52,7 @@ CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encod
 def warn_of_shared_heads(num_heads: int, owner: str, remedy: str, stacklevel: int) -> None:
     """Warn that ``num_heads`` does not separate the learned frequencies of heads."""
     warnings.warn(
-        f"num_heads: expected 1, because all heads share the learned frequencies of {owner}, got {num_heads}; to learn "
+        f"num_heads: expected 1, got {num_heads}. All heads share the learned frequencies of {owner}; to learn "
         f"separate frequencies for each head, {remedy}",
         stacklevel=stacklevel + 1,
     )
@@ -73,8 +73,8 @@ def _log_magnitude(theta: Tensor) -> Tensor:
 class FrequencyModule(nn.Module):
     """Base class of the encoding modules. Frequencies are a buffer or a parameter, and a learned phase is a parameter.
 
-    Learned parameters are one-dimensional and marked ``_no_weight_decay``, so that optimisers that decay or
-    orthogonalise (Muon) every matrix skip them. :func:`lrpe_md.parameter_groups` can set a separate learning rate for
+    Learned parameters are one-dimensional and marked ``_no_weight_decay``. Optimisers that decay or orthogonalise
+    (Muon) every matrix therefore skip them. :func:`lrpe_md.parameter_groups` can set a separate learning rate for
     frequencies. :meth:`get_omega` and :meth:`get_phase` return frequencies and phase in their full shapes. One of these
     parameters is learned:
 
@@ -115,8 +115,8 @@ class FrequencyModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in BUILT_FROM and name in self.__dict__:
             raise AttributeError(
-                f"{name}: expected no change after the module is built, because it would have no effect, got "
-                f"{show_value(value)}; build a new module, or scale the frequencies with module.adjust(ratio)"
+                f"{name}: can't be changed after the module is built, got {show_value(value)}; build a new module, or "
+                "scale the frequencies with module.adjust(ratio)"
             )
         super().__setattr__(name, value)
 
@@ -405,7 +405,7 @@ class FrequencyModule(nn.Module):
     def set_places(self, axis: int, places: Tensor | None) -> None:
         """Move index i of a grid axis to position ``places[i]`` in all later calls.
 
-        The index includes the grid's ``origin``, so that a decoding step reads the place of its own token. Positions
+        The index includes the grid's ``origin``, so a decoding step reads the place of its own token. Positions
         passed as coordinates are not affected.
 
         If ``places`` keeps its length, the change happens in place. You don't need to recompile or recapture a CUDA

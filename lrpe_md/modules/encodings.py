@@ -118,8 +118,8 @@ class RotateMd(SeriesModule):
     | DINOv3, Cosmos, GLM-Image                            | "half"        | "major_first"  |
 
     "minor_first" assigns the first block of channels to the last axis of the grid (columns), and "major_first" assigns
-    it to the first axis. :class:`PresetMd` sets ``pairs``, ``axis_order`` and the base to match a named model. A
-    :class:`lrpe_md.Scheme` of your own has the opposite defaults, "interleaved" and "major_first".
+    it to the first axis. :class:`PresetMd` sets ``pairs``, ``axis_order`` and the base to match a named model. Your own
+    :class:`lrpe_md.Scheme` has the opposite defaults, "interleaved" and "major_first".
 
     The arguments are the same as for :class:`CosineMd`, except for these:
 
@@ -346,7 +346,7 @@ class Rotate1d(RotateMd):
         if out is not None or out_start is not None:
             raise ValueError("out: expected None with scale_base, because xPos scales the rotated values")
         if len(xs) != 2:
-            raise ValueError(f"xs: expected q and k, which xPos scales differently, got {len(xs)} tensor")
+            raise ValueError(f"xs: expected both q and k, got {len(xs)} tensor; xPos scales them differently")
         if inverse:
             raise ValueError("inverse: expected False with scale_base, got True")
         if type(positions) is Packed:
@@ -410,7 +410,7 @@ class PresetMd(FrequencyModule):
             )
         elif head_dim is not None or num_heads is not None:
             raise ValueError(
-                f"head_dim, num_heads: expected None with a Preset, which has its own, got {head_dim}, {num_heads}"
+                f"head_dim, num_heads: expected None with a Preset, which already has them, got {head_dim}, {num_heads}"
             )
         scheme = preset.scheme
         learnable = scheme.learned if learnable is None else learnable

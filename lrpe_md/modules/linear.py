@@ -31,7 +31,7 @@ class HeadDecay(nn.Module):
         num_heads: number of key heads, H.
         initial: "retnet" for 1 − 2^(−5 − h), "lightning" for exp(−8 h / H · (1 − depth)), or a tensor of decays (H,).
         depth: layer index divided by the number of layers. With "lightning", deeper layers forget less.
-        learnable: learn the logit log(g / (1 − g)) of each decay g, so that g stays in (0, 1). The named initial decays
+        learnable: learn the logit log(g / (1 − g)) of each decay g, so g stays in (0, 1). The named initial decays
             are then at most 1 − 2⁻¹².
 
     The decay stays in float32 after ``.to(bfloat16)``, because bfloat16 would round most decays to 1. Fixed decays are
@@ -60,7 +60,7 @@ class HeadDecay(nn.Module):
         if learnable:
             if isinstance(initial, Tensor) and (self.initial == 1).any():
                 raise ValueError(
-                    "initial: expected decays below 1 with learnable=True, because a sigmoid never reaches 1, got 1"
+                    "initial: expected decays below 1 with learnable=True, got 1, which a sigmoid never reaches"
                 )
             self.register_parameter("logit", nn.Parameter(self._value().to(device or torch.get_default_device())))
         else:
@@ -128,7 +128,7 @@ class Memory:
     Args:
         rule: "add" adds each block to the state. "delta" first removes the values that the block's keys retrieve; see
             :func:`lrpe_md.linear_attention`. "delta" requires frames and normalised keys (``qk_norm``). The layer then
-            weights each key by 1 / (head_dim · tokens in a frame), so that the squared norms of a frame's keys sum to
+            weights each key by 1 / (head_dim · tokens in a frame), so the squared norms of a frame's keys sum to
             about 1.
         decay: initial decays of :class:`HeadDecay`: "retnet", or "lightning", which depends on the layer. None disables
             decay.
@@ -289,8 +289,8 @@ def attend_with(
     if positions is None and isinstance(encoding, Rotate1d) and isinstance(q, Tensor) and q.ndim == 4:
         if state is not None:
             raise ValueError(
-                "positions: expected positions of the new tokens, because you passed a state, got None; after n "
-                "tokens, pass Grid((N,)).offset(n)"
+                "positions: expected positions of the new tokens, which a state requires, got None; after n tokens, "
+                "pass Grid((N,)).offset(n)"
             )
         positions = text_positions(q, 0, cu_seqlens, encoding.dim)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions

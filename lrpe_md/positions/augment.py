@@ -1,4 +1,4 @@
-"""Random position augmentation, so that a model trains on varied offsets, sizes and resolutions."""
+"""Random position augmentation, to train a model on varied offsets, sizes and resolutions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AugmentPositions(nn.Module):
     Call this once per step, so that all layers use the same positions. All samples of a batch share the random numbers.
     First, ``perturb`` moves each token separately, which turns a grid into a table. Then all tokens are shifted, each
     axis is stretched, and finally all axes are stretched by the same factor. These last three steps turn a grid into
-    another grid. The new grid's scale and shift are tensors, so that nothing is recompiled. ``torch.compile`` can trace
+    another grid. The new grid's scale and shift are tensors, so nothing is recompiled. ``torch.compile`` can trace
     the random numbers, but a CUDA graph cannot capture them, so call this module outside of graphs.
 
     Args:

@@ -86,7 +86,7 @@ class Coordinates(Rules):
         prefix: number of unrotated tokens before the first row of ``coords``.
         suffix: number of unrotated tokens after the last row.
         rotated: mask (N,) or (B, N), which is False for tokens that have a row but are not rotated, such as padding.
-            The coordinates of these tokens are set to zero, so that Θ = 0, and they get no phase.
+            The coordinates of these tokens are set to zero, so Θ = 0, and they get no phase.
     """
 
     coords: Tensor
@@ -101,7 +101,7 @@ class Coordinates(Rules):
         if self.coords.ndim not in (2, 3):
             raise ValueError(
                 f"coords: expected shape (N, K) or (B, N, K), got {tuple(self.coords.shape)}"
-                + "; for positions (N,) on one axis pass coords[:, None]" * (self.coords.ndim == 1)
+                + "; for positions (N,) on one axis, pass coords[:, None]" * (self.coords.ndim == 1)
             )
         if self.coords.dtype == torch.bool or self.coords.is_complex():
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")

@@ -3,7 +3,7 @@
 Positions s have one row per token and one column per axis. Axes are ordered like a tensor's shape, slowest first. For a
 video (T, H, W), ``s[:, 0]`` is the frame and ``s[:, 2]`` is the column.
 
-An operation that is affine on each axis turns a grid into another grid, so that no table of positions is stored. For
+An operation that is affine on each axis turns a grid into another grid, so no table of positions is stored. For
 example, ``Grid((T, H, W)).interpolate((None, 16, 16)).offset((3, 0, 0))`` first rescales and then shifts the positions.
 Dropped or reordered tokens, rounding, and several grids in one sequence need a table of coordinates.
 """
@@ -213,7 +213,7 @@ class Grid(Rules):
     def centre(self, axes: Sequence[int] | None = None, *, whole: bool = False) -> Grid:
         """Shift ``axes`` (default: all) so that their middle, at index (n - 1) / 2, is at position zero, as in Mochi.
 
-        whole: use index n - n // 2 as the middle, so that integers stay integers, as in Qwen-Image.
+        whole: use index n - n // 2 as the middle, so integers stay integers, as in Qwen-Image.
         """
         chosen = range(self.num_axes) if axes is None else axes
         if any(not 0 <= axis < self.num_axes for axis in chosen):
@@ -239,7 +239,7 @@ class Grid(Rules):
         return self.transform([2 / m for m in sizes], [1 / m - 1 for m in sizes])
 
     def crop(self, start: Sequence[float], stop: Sequence[float]) -> Grid:
-        """Place tokens like a crop of a larger grid, the first token at start_j and the last at stop_j (n_j - 1) / n_j.
+        """Place tokens as in a crop of a larger grid: the first token at start_j, the last at stop_j (n_j - 1) / n_j.
 
         If ``start`` is 0, the step is stop / n. Otherwise it differs slightly from (stop - start) / n, as in CogVideoX.
         To get exactly the step (stop - start) / n, use ``rescale((stop - start) / n).offset(start)``.
@@ -459,7 +459,7 @@ def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
 def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid:
     """Place token t at t + offset, where the offset is an int or an integer tensor of shape (), (1,) or (B,).
 
-    An int is also moved to the device, so that a new value does not create a new layout.
+    An int is also moved to the device, so a new value does not create a new layout.
     """
     # Dynamo warns about caches, and represents dynamic sizes as ints.
     cached = type(num_tokens) is int and not torch.compiler.is_compiling()

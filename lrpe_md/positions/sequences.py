@@ -1,7 +1,7 @@
 """Positions of sequences with several parts (text, images, videos), and of batches of such sequences.
 
 :func:`compose` returns the layout of one sample, which contains the positions of its tokens. :func:`pack` and
-:func:`pad` combine samples with different layouts, so that you can encode them in a single call. Build the layout once
+:func:`pad` combine samples with different layouts, so you can encode them in a single call. Build the layout once
 per batch, not once per layer.
 """
 

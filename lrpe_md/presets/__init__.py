@@ -1,4 +1,4 @@
-"""Published schemes as data, with support for schemes of your own."""
+"""Published schemes as data, with support for your own schemes."""
 
 from .functions import FUNCTIONS as FUNCTIONS
 from .registry import SCHEMES as SCHEMES

@@ -55,8 +55,8 @@ def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
     if isinstance(value, partial):
         if value.args:
             raise ValueError(
-                f"{name}: expected a functools.partial with keyword arguments, because positional ones can't be saved, "
-                f"got {value!r}"
+                f"{name}: expected a functools.partial with keyword arguments only, got {value!r}; positional "
+                "arguments can't be saved"
             )
         bound = {key: _write(name, argument, names) for key, argument in value.keywords.items()}
         return {"function": _write(name, value.func, names), **bound}
@@ -70,7 +70,7 @@ def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
     if callable(value) and value in names:
         return names[value]
     raise ValueError(
-        f"{name}: expected numbers, strings or a named function, which can be saved, got {value!r}; name your "
+        f"{name}: expected numbers, strings or a named function, got {value!r}, which can't be saved; name your "
         "own functions with to_dict(functions={'name': function})"
     )
 

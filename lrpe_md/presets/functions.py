@@ -1,6 +1,6 @@
 """Functions that schemes refer to by name, for series, dense frequencies and grids.
 
-``FUNCTIONS`` maps names to functions. A scheme's dict contains the names, so that you can write the dict as JSON.
+``FUNCTIONS`` maps names to functions. A scheme's dict contains the names, so you can write the dict as JSON.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class Axial:
         series: function (num, base, num_heads) → theta (num,) or (H, num).
         axis_order, axis_map: see :func:`lrpe_md.axial_omega`. With the map "head", ``split`` divides the heads instead
             of the channels.
-        gaps: shares of the unrotated channels before, between and after the blocks, so one share more than there are
-            blocks. None means no gaps.
+        gaps: shares of the unrotated channels before, between and after the blocks. There is one more share than there
+            are blocks. None means no gaps.
         remainder: where the leftover channels go. With an axis number, that axis gets them. "front" and "behind" leave
             them unrotated at the start or the end. "cut" excludes the last channels before pairs are formed. None
             requires an exact split.
@@ -140,7 +140,7 @@ class Axial:
         if self.by_head and num_heads % self.least:
             shares = " : ".join(map(str, self.split))
             raise ValueError(
-                f"num_heads: expected a multiple of {self.least}, because the axes share the heads {shares}, got "
+                f"num_heads: expected a multiple of {self.least} to split the heads {shares} among the axes, got "
                 f"{num_heads}"
             )
         wide = num_channels * num_heads if self.across_heads else num_channels

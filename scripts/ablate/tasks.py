@@ -80,7 +80,7 @@ class Task:
         full: settings for the longer comparison, if there is one.
         data: default data.
         kept: files in a run's folder that the report needs.
-        notes: sentences to print below the tables. The keys are the encodings that the sentences are about.
+        notes: sentences to print below the tables. The keys are the encodings to which the sentences refer.
         architecture: function that maps the settings of a training run to the depth, heads and dim that they imply.
     """
 

@@ -37,7 +37,7 @@ SIZES = {2: (4, 9), 3: (3, 4, 9), 1: (9,)}
 
 
 class Row(NamedTuple):
-    """Result for a function: taken, refused (with the reason), or wrong (taken, but with different results)."""
+    """Result for a function: taken (supported), refused (with the reason), or wrong (taken, but results differ)."""
 
     library: str
     module: str

@@ -18,7 +18,7 @@ from .trial import Candidate, Result, differentiate, find_tensors
 
 __all__ = ["build", "call", "candidates", "rotary_types", "shrink"]
 
-# An import statement would make type checkers read all of its models, which is slow.
+# An import statement would make type checkers read all models of the library, which is slow.
 transformers: Any = import_module("transformers")
 
 SMALL: dict[str, Any] = {  # configuration attributes by name

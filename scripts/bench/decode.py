@@ -253,7 +253,7 @@ def shrink(shape: Shape) -> Shape:
 
 
 def missing(impl: str) -> str:
-    """Return the name of a package that an implementation needs and that is not installed, or ""."""
+    """Return the name of a missing package that an implementation needs, or "" if there is none."""
     package = NEEDS.get(impl)
     return package if package is not None and importlib.util.find_spec(package) is None else ""
 

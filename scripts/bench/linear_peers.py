@@ -42,7 +42,7 @@ class Peer:
 
     Args:
         module, name: function to import.
-        takes: function that returns whether it supports a workload.
+        takes: function that returns whether the peer supports a workload.
         prepare: function that converts the inputs to the peer's layout.
         attend: wrapper that calls the function with the prepared inputs.
         restore: function that converts the peer's output to (B, H, N, D).

@@ -44,7 +44,7 @@ FORWARDS = (
 NORMALIZING = (*NORMALIZED.values(), *SEPARATE.values(), *NORMALIZERS)
 FIRST_SEPARATE = (
     BOUNDS.index(SEPARATE_STATE) + 1
-)  # first tile of a row for states whose normaliser has kernels of its own
+)  # first tile of a row for states whose normaliser has separate kernels
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)
 

@@ -68,7 +68,7 @@ def host_times(
 ) -> list[list[float]]:
     """Return each function's microseconds per call for each block of calls between two synchronisations.
 
-    The functions take turns, so that machine noise affects all of them equally.
+    The functions take turns, so machine noise affects all of them equally.
     """
     times: list[list[float]] = [[] for _ in fns]
     gc.collect()
@@ -88,7 +88,7 @@ def host_times(
 
 
 def host_time(session: Session, fn: Callable[[], Any], blocks: int) -> dict[str, Any]:
-    """Time a function after three warm-up blocks. Blocks are short, so that the GPU's queue stays short."""
+    """Time a function after three warm-up blocks. Blocks are short, so the GPU's queue stays short."""
     calls = 50 if session.device.type == "cuda" else 2
     (times,) = host_times([fn], blocks + 3, calls, session.synchronize)
     return {**quantiles(times[3:]), "unit": "us"}
@@ -281,7 +281,7 @@ def measure_compile(session: Session, op: str, repeats: int) -> None:
 
 
 def measure_memory(session: Session, workload: str, name: str, peer: Peer, inputs: Inputs, with_omega: bool) -> None:
-    """Measure the memory that calls need besides inputs: the peak, and what is saved for the backward pass.
+    """Measure the memory that calls need in addition to inputs: the peak, and what is saved for the backward pass.
 
     Outputs don't count as saved. The minimum peak is the size of y and dx, and the minimum of saved memory is zero.
     """

@@ -273,7 +273,7 @@ def liger(root: Path) -> dict[str, Peer]:
 
 
 def xopes(root: Path) -> dict[str, Peer]:
-    # The packages import all of their modules. Empty stand-in packages avoid this, so that only three modules are
+    # The packages import all of their modules. Empty stand-in packages avoid this, so only three modules are
     # loaded.
     for name in (
         "",

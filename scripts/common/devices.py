@@ -26,7 +26,7 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def turn_of(kind: str) -> Path:
-    """Return the user's lock file for "cuda" or "cpu". A training run holds the lock while no other may run."""
+    """Return the user's lock file for "cuda" or "cpu". A run holds the lock while no other run may train."""
     name = torch.cuda.get_device_properties("cuda").uuid if kind == "cuda" else "cpu"
     return Path(tempfile.gettempdir()) / f"lrpe-md-{Path.home().name}-{name}.turn"
 

@@ -1,4 +1,4 @@
-"""Output folders of runs. Writes are atomic, and each folder has one configuration, so that runs can resume."""
+"""Output folders of runs. Writes are atomic, and each folder has one configuration, so runs can resume."""
 
 from __future__ import annotations
 

@@ -135,7 +135,9 @@ _SHELL_TERMS = {
     r"memory: expected None without linear attention": "--memory needs linear attention",
     r", got Memory\([^)]*\)": "",
     r", ('\w+') or a function \([^)]*\) -> \w+": r" or \1",
-    r"qk_norm: expected True with (.*), got False; build the model with qk_norm=True": r"--qk-norm: required with \1",
+    r"qk_norm: expected True with (.*), got False\. (.*); build the model with qk_norm=True": (
+        r"--qk-norm: required with \1. \2"
+    ),
     r"^causal: 'frames' needs": "--causal: needs",
     r"with causal=None": "without --causal",
     r"or causal='frames'": "or pass --causal",

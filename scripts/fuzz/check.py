@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 @contextmanager
 def nan_filled() -> Iterator[None]:
-    """Make torch.empty and similar functions return NaN, so that memory that is never written is detected."""
+    """Make torch.empty and similar functions return NaN, to detect memory that is never written."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

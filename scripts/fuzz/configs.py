@@ -325,7 +325,7 @@ class Draws:
         return locate(place, num_tokens, self.config.batch, self.device, self.generator)
 
     def frequencies(self, groups: int = 1) -> dict[str, Tensor]:
-        """Draw omega, phase_q, phase_k and amplitude, as far as the configuration uses them."""
+        """Draw omega, phase_q, phase_k and amplitude if the configuration uses them."""
         c = self.config
         heads, channels = c.heads[1] if c.omega_heads else 1, c.channels
         if c.map is None:
@@ -343,7 +343,7 @@ class Draws:
         return {name: self.table(t) for name, t in tensors.items()}
 
     def norm_weights(self) -> dict[str, Tensor]:
-        """Draw weight_q, weight_k, bias_q and bias_k, as far as the configuration uses them."""
+        """Draw weight_q, weight_k, bias_q and bias_k if the configuration uses them."""
         c, tensors = self.config, {}
         if c.norm is None or c.norm.weight == "none":
             return {}

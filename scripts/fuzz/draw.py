@@ -207,7 +207,7 @@ def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
 
 
 def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool, bool]) -> Any:
-    """Draw the positions of q and k, and the numbers of tokens in q and k in case there are no positions."""
+    """Draw the positions of q and k, and the numbers of tokens in q and k if there are no positions."""
     mask, cross, whole = how
     whole = whole or mask == "block"
     num = d.tokens()

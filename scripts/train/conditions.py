@@ -1,7 +1,7 @@
 """Conditions for a diffusion run: captions, class labels, precomputed text features, or none.
 
 A condition returns the inputs of the encoder for each sample, and builds the encoder. Checkpoints store its
-``settings``, so that :func:`build_encoder` can rebuild the encoder without the data.
+``settings``, so :func:`build_encoder` can rebuild the encoder without the data.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Captions:
         shared = [f"{count} of {name!r}" for name, count in counts.most_common(3) if count > 1]
         if not shared:
             return ""
-        return f"Held out all samples of {plural(len(counts), 'caption')} for tests, among them {', '.join(shared)}"
+        return f"Held out all samples of {plural(len(counts), 'caption')} for tests, including {', '.join(shared)}"
 
     def describe_cuts(self) -> str:
         """Report how many captions :attr:`tokens` truncates, and how to avoid this. Return "" if it truncates none."""
@@ -135,8 +135,8 @@ class Captions:
         if not cut:
             return ""
         return (
-            f"{cut} of {len(lengths)} captions are cut after {self.size.length - 1} bytes; --text-length "
-            f"{max(lengths)} would keep all of them whole"
+            f"{cut} of {len(lengths)} captions are truncated to {self.size.length - 1} bytes; pass --text-length "
+            f"{max(lengths)} to keep them whole"
         )
 
 

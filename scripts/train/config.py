@@ -185,7 +185,7 @@ class Training:
 
         The cosine begins at step 0, so the learning rate would drop after a longer warm-up. With --seconds, the limit
         is a fifth, because the run is planned after a tenth of its time. With a constant schedule, the warm-up does not
-        depend on the number of steps, so that you can extend the run. With wsd, this also holds, unless the run is
+        depend on the number of steps, so you can extend the run. With wsd, this also holds, unless the run is
         shorter than the warm-up.
         """
         if self.schedule == "constant" or (self.schedule == "wsd" and self.warmup < self.steps):
@@ -234,7 +234,7 @@ class Training:
             raise typer.BadParameter(f"{given}: {in_shell_terms(error).partition('; ')[0]}; {remedy}") from error
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Return arguments for timm's ``create_optimizer_v2`` besides the optimiser, learning rate, betas and decay."""
+        """Return arguments for timm's ``create_optimizer_v2`` other than optimiser, learning rate, betas and decay."""
         return {}
 
 

@@ -349,7 +349,7 @@ class Backbone:
         }  # fmt: skip
 
 
-# Linear attention uses relu features unless the encoding sets an activation. A norm replaces the denominator, so that
+# Linear attention uses relu features unless the encoding sets an activation. A norm replaces the denominator, so
 # activations with negative values can also be compared.
 _WITHOUT_DENOMINATOR = {"attention": "linear", "normalizer": "none"}
 _VIT = {

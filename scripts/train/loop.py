@@ -15,7 +15,7 @@ file and renamed. On SIGINT and SIGTERM, the loop saves a checkpoint after the c
 **Time budgets.** With ``--seconds``, the first steps are not counted, because they include compilation. After a tenth
 of the time, the loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. It
 corrects the plan twice, based on the latest steps: halfway to the end, and halfway through the rest. If several runs
-should get the same time on one device, they share a file (``--turn``), so that they compile in parallel but train one
+should get the same time on one device, they share a file (``--turn``), so they compile in parallel but train one
 at a time.
 
 **Several GPUs.** Run ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ..`` or ``accelerate launch``. The loop
@@ -437,7 +437,7 @@ class Trainer:
         return state
 
     def _without_effects(self, differ: list[str]) -> list[str]:
-        """Remove settings that only differ as a consequence of other options that differ."""
+        """Remove settings that differ only because other options differ."""
         panels = {find_panel(f) for f in fields(self.config) if f.name in differ}
         effects = {"digest"} if DATA in panels else set()
         if panels & {DATA, MODEL}:

@@ -31,7 +31,7 @@ class MemoryAttention(LrpeAttention):
     """Linear attention over frames like :class:`LrpeAttention`, with an additional gate for each token and head.
 
     The gate is the sigmoid of a linear layer. It determines how strongly a token is written to the state. The weight of
-    the keys' norm is initially 1/√D, so that a key's length is at most about 1. With the delta rule, a gate of 1 then
+    the keys' norm is initially 1/√D, so a key's length is at most about 1. With the delta rule, a gate of 1 then
     replaces the value that was written with the same key, and :func:`limit_gate` keeps the state stable. In contrast,
     the delta rule of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame equally.
     """

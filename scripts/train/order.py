@@ -1,4 +1,4 @@
-"""Choose the samples of each step. The choice only depends on seed and step, so that a run can resume at any step."""
+"""Choose the samples of each step. The choice only depends on seed and step, so a run can resume at any step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
     """Yield endless batches of shuffled indices, starting at step ``start``. Each batch comes from one group.
 
     Every sample is drawn equally often, regardless of the size of its group. A group with fewer samples than a batch
-    provides a batch only in some epochs.
+    does not provide a batch in every epoch.
 
     Args:
         groups: sample indices of each group.

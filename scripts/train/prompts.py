@@ -268,8 +268,8 @@ def _check(run: Path, painter: Painter, prompts: list[str], sheet: Sheet, consol
         cut = sum(each > painter.encoder.max_length for each in count_tokens(painter.encoder, given))
         if cut:
             console.print(
-                f"{cut} of {len(given)} prompts are cut after {painter.encoder.max_length} tokens, the length of the "
-                "longest training caption; shorten them"
+                f"{cut} of {len(given)} prompts are truncated to {painter.encoder.max_length} tokens, the length of "
+                "the longest training caption; shorten them"
             )
 
 

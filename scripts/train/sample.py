@@ -158,7 +158,7 @@ def main(
 
 
 def check_unconditional(condition: dict[str, Any]) -> None:
-    """Raise an error if the model was trained with a condition, so that it needs a prompt."""
+    """Raise an error if the model was trained with a condition and therefore needs a prompt."""
     if condition["kind"] == "none":
         return
     classes = condition.get("classes")

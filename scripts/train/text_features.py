@@ -41,7 +41,7 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
 
-    # An import statement would make type checkers read all of its models, which is slow.
+    # An import statement would make type checkers read all models of the library, which is slow.
     transformers: Any = import_module("transformers")
     try:
         config: Any = transformers.AutoConfig.from_pretrained(name)
@@ -123,8 +123,8 @@ def write_features(
     cut = sum(each > model.max_length for each in lengths)
     if cut:
         typer.echo(
-            f"{cut} of {len(captions)} captions are cut after {model.max_length} tokens; pass a larger --max-length to "
-            "keep them whole, if the text model supports it",
+            f"{cut} of {len(captions)} captions are truncated to {model.max_length} tokens; pass a larger --max-length "
+            "to keep them whole, if the text model supports it",
             err=True,
         )
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {

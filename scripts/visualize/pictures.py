@@ -325,7 +325,7 @@ def _read_scheme(file: str) -> Scheme:
         return Scheme.from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError) as error:
         remedy = (
-            "a file can't contain functions of your own: register the scheme in a module with "
+            "a file can't contain your own functions; register the scheme in a module with "
             "lrpe_md.presets.register_scheme, and pass --import MODULE --preset NAME"
         )
         text = re.sub(r"pass your own functions with .*", remedy, str(error))

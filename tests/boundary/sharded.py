@@ -216,7 +216,7 @@ def norms(mesh, impl):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(weight=weight))
     table, split = GRID.explicit(q.device), distribute_tensor(q, mesh, [Shard(2)])
     with pytest.raises(
-        ValueError, match=r"norm\.weight: expected one weight for all tokens, because the tokens of Coordinates"
+        ValueError, match=r"norm\.weight: expected one weight for all tokens if the tokens of Coordinates"
     ):
         rotate(split, omega=omega, positions=table, norm=Norm(weight=groups["weight"]))
 

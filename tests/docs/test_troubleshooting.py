@@ -86,7 +86,7 @@ CASES = {  # beginning of a symptom: how to reproduce it
     "encoding: unknown": lambda: adapt(timm_vit(), "rotat"),
 }
 SOURCES = {  # beginning of a symptom: a part of it that occurs in a package's source
-    "expected it to be installed": ("lrpe_md", "expected it to be installed; pip install 'lrpe-md["),
+    "timm is not installed": ("lrpe_md", " is not installed; run pip install 'lrpe-md["),
     "impl: 'triton' needs tensors": ("lrpe_md", "impl: 'triton' needs tensors on a GPU"),
     "triton is not installed": ("lrpe_md", "triton is not installed, so the slower reference runs on this GPU"),
     "train needs typer": ("scripts", ", which is not installed"),

@@ -779,7 +779,7 @@ def test_positions_that_are_not_known():
     style = STYLES["dit"]
     model = invalid(positions=None)
     inputs = style.inputs((8, 12))
-    with pytest.raises(RuntimeError, match=r"positions: expected blocks\.0\.attn to run during the forward pass"):
+    with pytest.raises(RuntimeError, match=r"positions: expected positions for blocks\.0\.attn from the forward pass"):
         model(*inputs)
     with pytest.raises(ValueError, match="model: expected a model that was adapted with name="):
         set_positions(model, Grid((4, 6)))
@@ -795,7 +795,7 @@ def test_positions_that_are_not_known():
     model = invalid()
     model(*inputs).sum().backward()
     hidden, condition = model.embed(*inputs)
-    with pytest.raises(RuntimeError, match="got no positions"):  # the positions of the last forward are not reused
+    with pytest.raises(RuntimeError, match=r"positions: .*, got none"):  # those of the last forward are not reused
         model.blocks[0](hidden, condition)
 
 

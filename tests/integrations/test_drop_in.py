@@ -737,7 +737,7 @@ def three_channels_mixed(x, cos, sin):
     return x * cos + rf.quarter_turn(x) * sin + x.roll(1, -1) * sin
 
 
-@refused("order that differs from the tokens")
+@refused("different order from the tokens")
 def channels_of_a_table_by_token(x, cos, sin):
     place = (torch.arange(x.shape[-2])[:, None] + torch.arange(x.shape[-1])) % x.shape[-1]
     return x * cos.gather(-1, place) + rf.quarter_turn(x) * sin.gather(-1, place)

@@ -242,11 +242,11 @@ def test_the_command(capsys, tmp_path):
     for place in (tmp_path / "none" / "config.json", "owner/config.json"):
         assert command.main([str(place)]) == 2
         assert capsys.readouterr().err == f"{place}: expected a configuration, found no such file\n"
-    for name, content, found in (("text.txt", "To be", "another kind of file"), ("list.json", "[1]", "list")):
+    for name, content, found in (("text.txt", "To be", "a different kind of file"), ("list.json", "[1]", "list")):
         (tmp_path / name).write_text(content)
         assert command.main([str(tmp_path / name)]) == 2
         error = capsys.readouterr().err
         assert "expected a configuration" in error
-        assert f"JSON object, got {found}" in error
+        assert f"JSON object), got {found}" in error
     with pytest.raises(SystemExit):
         command.main([])

@@ -179,7 +179,7 @@ def test_programs_of_a_checkout_say_so_in_a_wheel(installed, tmp_path):
     code = "import sys; from lrpe_md.scripts.cli import main; sys.argv = ['lrpe-md', {!r}]; main()"
     for name in ("bench", "fuzz", "adapters"):
         error = run(python, "-c", code.format(name), cwd=tmp_path, fails=True)
-        assert error.strip() == f"lrpe-md {name}: only works in a checkout of lrpe-md, and this is an installed wheel"
+        assert error.strip() == f"lrpe-md {name}: only works in a checkout of lrpe-md, but this is an installed wheel"
     shown = run(python, "-c", code.format("--help"), cwd=tmp_path)
     assert "train" in shown
     assert "bench" not in shown.replace("benchmark", "")
@@ -264,8 +264,7 @@ def test_a_missing_extra_is_named(bare, tmp_path):
     """
     said = run(bare, "-c", textwrap.dedent(code), cwd=tmp_path).splitlines()
     assert said == [
-        f"ModuleNotFoundError: {extra}: expected it to be installed; pip install 'lrpe-md[{extra}]'"
-        for extra, _ in MISSING
+        f"ModuleNotFoundError: {extra} is not installed; run pip install 'lrpe-md[{extra}]'" for extra, _ in MISSING
     ]
 
 

@@ -300,7 +300,7 @@ BAD = {
     "preset without rotation": (r"encoding: .*'pope'", lambda: dit(encoding="pope")),
     "preset of another order": (r"encoding: .*row-major.*'qwen2_vl_vision'", lambda: dit(encoding="qwen2_vl_vision")),
     "preset of other axes": (r"shape: eva02 expects a shape with 2", lambda: dit(num_axes=3, encoding="eva02")),
-    "rules beside a preset": (r"preset flux1 defines both", lambda: dit(encoding="flux1", text_positions="zero")),
+    "rules beside a preset": (r"flux1, which defines both", lambda: dit(encoding="flux1", text_positions="zero")),
     "rule": (r"text_positions: .*'left'", lambda: dit(text_positions="left")),
     "axis": (r"axes from 0 to 1, got \(2,\)", lambda: dit(text_positions="axis", image_after=(2,))),
     "absolute": (r"absolute: .*'learned'", lambda: dit(absolute="learned")),

@@ -338,7 +338,7 @@ BAD = {
     "modulation": (r"modulation: expected 'block' or 'shared'", {"modulation": "single"}),
     "registers": (r"reg_tokens: expected a non-negative integer, got -1", {"reg_tokens": -1}),
     "projection": (r"text_projection: expected 'linear' or 'mlp', got 'none'", {"text_projection": "none"}),
-    "width": (r"pooled_projection: .*of 16 channels, because embed_dim is 64", {"pooled_projection": "none"}),
+    "width": (r"pooled_projection: .*of 16 channels to embed_dim = 64", {"pooled_projection": "none"}),
     "table": (
         r"embed_dim: expected a multiple of 2 · num_axes = 6 with absolute='sincos_dit', got 64",
         {"num_axes": 3, "absolute": "sincos_dit"},

@@ -211,9 +211,9 @@ def test_memories_of_videos_that_have_no_order(kwargs, message):
 
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"num_axes": 2, "patch_size": 2}, "memory: expected None for images, whose tokens have no order"),
-    ({"memory": DELTA}, "directions: expected 'both', because all frames are denoised at once, got 'forward'"),
-    ({"text_width": 8}, "text_attention: expected 'cross', because a memory .* got 'joint'"),
-    ({"text_width": 8, "text_attention": "single"}, "text_attention: expected 'cross', .* got 'single'"),
+    ({"memory": DELTA}, "directions: expected 'both' for a model that denoises all frames at once, got 'forward'"),
+    ({"text_width": 8}, "text_attention: expected 'cross' with a memory, .* got 'joint'"),
+    ({"text_width": 8, "text_attention": "single"}, "text_attention: expected 'cross' with a memory, .* got 'single'"),
     ({"qk_norm": "none"}, "qk_norm: expected 'head' or 'heads' with rule='delta'"),
     ({"attention": "softmax"}, "memory: expected None without linear attention"),
     ({"attention": ("linear",) * 3}, "attention: .* over the 4 layers, got 3 values"),

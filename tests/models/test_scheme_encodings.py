@@ -123,7 +123,7 @@ def test_presets_for_other_heads_are_refused():
         ):
             vit(encoding=made)
     with pytest.raises(
-        ValueError, match=r"encoding_kwargs: base, .* can't be changed on a Preset, which is already built"
+        ValueError, match=r"encoding_kwargs: expected no base, .* with a Preset, which is already built"
     ):
         vit(encoding=preset(ON_IMAGES, 32), encoding_kwargs={"base": 3.0})
     assert vit(encoding=ON_IMAGES, encoding_kwargs={"base": 3.0, "rotary_dim": 16}).encoding.rotary_dim == slice(0, 16)

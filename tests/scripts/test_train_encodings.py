@@ -81,7 +81,7 @@ WRONG_OPTIONS = {
     "rotate:heads=all": "heads: expected one of shared, own, got 'all'",
     "rotate:split=1,2": "split: expected a share for each of the 3 axes, got 1,2; pass 3 numbers, such as 1,1,1",
     "rotate:amplitude=1,2": "amplitude: expected a number, got 1,2",
-    "rotate:remainder=1": "remainder: must be left out without split, because",
+    "rotate:remainder=1": "remainder: must be left out without split, got 1; it is the axis",
     "wan:split=1,2": "split: expected a share for each of wan's 3 axes, got 1,2; pass 3 numbers, such as 1,1,1",
     "wan:seed=3": "seed: must be left out, because wan doesn't use it",
     "wan:scaling=x": "wan has no option 'scaling'",
@@ -181,7 +181,7 @@ def test_what_is_wrong_is_said(task, encoding, message):
             "image",
             "rotate",
             {"dim": 9, "heads": 3},
-            "head_dim: expected an even number, got 3, .*; pass --dim 6 or 12$",
+            "head_dim: expected an even number, got 3. Channels .*; pass --dim 6 or 12$",
         ),
         ("image", "rotate:rotary_dim=32", {"dim": 48, "heads": 2}, "; pass --dim 64, or --heads 1$"),
         (

@@ -303,9 +303,9 @@ def test_features_equal_those_of_the_text_model(tmp_path, kind):
 def test_captions_without_any_training_sample_are_named_if_held_out_samples_share_them():
     condition = Captions(("a", "b", "a", "c", "b", "a"), EncoderSize(16, 1, 2, 8))
     said = condition.describe_held_out([1, 4], [0, 2, 3, 5])
-    assert said == "Held out all samples of 2 captions for tests, among them 3 of 'a'"
+    assert said == "Held out all samples of 2 captions for tests, including 3 of 'a'"
     said = condition.describe_held_out([1, 3], [0, 2, 4, 5])  # "b" is also in training
-    assert said == "Held out all samples of 1 caption for tests, among them 3 of 'a'"
+    assert said == "Held out all samples of 1 caption for tests, including 3 of 'a'"
     assert condition.describe_held_out([0, 2, 4, 5], [1, 3]) == ""
     assert condition.describe_held_out([0, 1, 3], [2, 4, 5]) == ""
 
@@ -314,7 +314,7 @@ def test_captions_that_are_cut_are_counted(tmp_path, capsys):
     captions, model = write_captions(tmp_path / "captions"), write_text_model(tmp_path / "model")
     lengths = [len(caption) for caption in open_pictures(captions, Split(1)).records.captions or ()]
     longest, cut = max(lengths), sum(length > 12 for length in lengths)
-    message = f"{cut} of {len(lengths)} captions are cut after 12 bytes; --text-length {longest + 1} would keep all of"
+    message = f"{cut} of {len(lengths)} captions are truncated to 12 bytes; pass --text-length {longest + 1} to keep"
     for length in (13, longest + 1):
         diffusion.run(config({"data": captions, **PIXELS}, tmp_path / f"{length}", text_length=length, steps=1))
         assert capsys.readouterr().err.count(message) == (length == 13)
@@ -322,14 +322,14 @@ def test_captions_that_are_cut_are_counted(tmp_path, capsys):
     for tokens in (3, 16):
         made = invoke("features", *given, "--data", captions, "--out", tmp_path / f"f{tokens}", "--max-length", tokens)
         assert made.exit_code == 0, made.output
-        assert ("captions are cut after 3 tokens; pass a larger --max-length" in made.output) == (tokens == 3)
+        assert ("captions are truncated to 3 tokens; pass a larger --max-length" in made.output) == (tokens == 3)
     features = {"data": captions, "text_features": tmp_path / "f3", **PIXELS}
     diffusion.run(config(features, tmp_path / "run", steps=1))
     draw = ["sample", tmp_path / "run", *given, "--steps", 1, "--images", 1, "--prompt", "a tile"]
     for prompt in ("a tile", "a red tile"):
         drawn = invoke(*draw, "--prompt", prompt)
         assert drawn.exit_code == 0, drawn.output
-        assert ("1 of 2 prompts are cut after 3 tokens" in drawn.output) == (prompt == "a red tile")
+        assert ("1 of 2 prompts are truncated to 3 tokens" in drawn.output) == (prompt == "a red tile")
 
 
 def test_dropped_captions_have_the_features_of_the_empty_one(data, tmp_path):

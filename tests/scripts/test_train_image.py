@@ -198,7 +198,7 @@ def test_unsuitable_folders(tmp_path, monkeypatch):
         load_images(folder, 8)
     broken.unlink()
     (folder / "val" / "c").mkdir()
-    with pytest.raises(ImageError, match="only in one: c"):
+    with pytest.raises(ImageError, match="only one of the two: c"):
         load_images(folder, 8)
     empty = tmp_path / "empty"
     for part in ("train", "val"):

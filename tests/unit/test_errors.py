@@ -27,7 +27,7 @@ grid = Grid((3, 4))
 theta = torch.rand(4)
 GRID_HINT = r"positions: expected .*, got [([]3, 4[)\]]; for a grid of this size, pass Grid\(\(3, 4\)\), or "
 PAIR = r"positions: expected a Grid, .*, got a list; .* pad\(..\) or pack\(..\), and for q and k, a tuple$"
-ODD = r"head_dim: expected an even number, got 7, because .*rotary_dim="
+ODD = r"head_dim: expected an even number, got 7. Channels .*rotary_dim="
 
 
 def scheme_of(frequencies):
@@ -109,15 +109,15 @@ BAD = {
         lambda: Rotate1d(8)(x, positions=torch.zeros(3, 12, 1)),
     ),
     "no positions on one axis": (
-        TypeError, r"positions: .* got None; for N tokens pass positions=Grid\(\(N,\)\)$",
+        TypeError, r"positions: .* got None; for N tokens, pass positions=Grid\(\(N,\)\)$",
         lambda: RotateMd(8, 1)(x),
     ),
     "no positions on three axes": (
-        TypeError, r"got None; for T x H x W patches pass positions=Grid\(\(T, H, W\)\), or tables=",
+        TypeError, r"got None; for T x H x W patches, pass positions=Grid\(\(T, H, W\)\), or tables=",
         lambda: rotate(x, omega=torch.rand(1, 4, 3)),
     ),
     "no positions in linear attention": (
-        ValueError, r"positions: .* got None; for N tokens pass positions=Grid\(\(N,\)\)$",
+        ValueError, r"positions: .* got None; for N tokens, pass positions=Grid\(\(N,\)\)$",
         lambda: LinearAttention(RotateMd(8, 1, act="relu"))(x, x, x),
     ),
     "position ids (B, N) of a module": (
@@ -133,7 +133,7 @@ BAD = {
         lambda: Rotate1d(8)(x, positions=torch.arange(12)),
     ),
     "tokens before heads": (
-        ValueError, r"positions: expected 4 tokens .* = 12; x looks like \(B, N, H, D\), pass x.transpose\(1, 2\)",
+        ValueError, r"positions: expected 4 tokens .* = 12; x looks like \(B, N, H, D\), so pass x.transpose\(1, 2\)",
         lambda: cosine(x.transpose(1, 2), omega=omega, positions=grid),
     ),
     "tokens before heads, coordinates": (

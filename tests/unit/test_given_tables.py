@@ -205,7 +205,7 @@ BAD = {
     ),
     "heads and tokens exchanged": (
         ValueError,
-        r"each of the 12 tokens .* 4 rows .*x looks like \(B, N, H, D\), pass x.transpose\(1, 2\)",
+        r"each of the 12 tokens .* 4 rows .*x looks like \(B, N, H, D\), so pass x.transpose\(1, 2\)",
         {"tables": (COS[:4], COS[:4])},
     ),
     "three groups of a norm for a suffix": (

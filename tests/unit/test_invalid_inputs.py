@@ -264,7 +264,7 @@ def test_module_from_a_preset_name():
         assert torch.equal(by_name.get_omega(), made.get_omega())
         assert by_name.head_dim == made.head_dim
     with pytest.raises(
-        ValueError, match=r"head_dim, num_heads: expected None with a Preset, which has its own.* got 64, None"
+        ValueError, match=r"head_dim, num_heads: expected None with a Preset, which already has them, got 64, None"
     ):
         PresetMd(preset("wan"), head_dim=64)
     with pytest.raises(ValueError, match=r"name: expected one of .*, got 'wann'"):

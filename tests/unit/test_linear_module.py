@@ -266,5 +266,5 @@ def test_text_needs_no_positions(scale_base):
 
 def test_patches_need_positions():
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
-    with pytest.raises(ValueError, match=r"positions: .* got None; for H x W patches pass positions=Grid\(\(H, W\)\)"):
+    with pytest.raises(ValueError, match=r"positions: .* got None; for H x W patches, pass positions=Grid\(\(H, W\)\)"):
         LinearAttention(RotateMd(8, 2, act="relu"))(q, k, v)

@@ -87,7 +87,7 @@ ERRORS = {
     "no norm": (TypeError, r"norm: expected an lrpe_md.Norm, got str", lambda: "rms"),
     "another kind": (ValueError, r"norm\.kind: expected one of \('rms', 'layer'\), got 'batch'", lambda: Norm("batch")),
     "over tokens": (ValueError, r"norm\.over: expected one of", lambda: Norm(over="tokens")),
-    "no eps": (ValueError, r"norm\.eps: expected a positive number", lambda: Norm(eps=0.0)),
+    "no eps": (ValueError, r"norm\.eps: expected a finite positive number", lambda: Norm(eps=0.0)),
     "infinite eps": (ValueError, r"norm\.eps", lambda: Norm(eps=float("inf"))),
     "eps true": (TypeError, r"norm\.eps: expected a number, got bool", lambda: Norm(eps=True)),
     "a bias of rms": (ValueError, r"norm\.bias: expected None for kind='rms'", lambda: Norm(bias=torch.ones(D))),

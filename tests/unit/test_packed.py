@@ -378,7 +378,7 @@ def test_xpos_with_masks_offsets_and_packing():
             "scale_centre: expected a finite number, got nan",
         ),
         (lambda x: Rotate1d(8, scale_centre=3), "scale_centre: expected None without scale_base"),
-        (lambda x: Rotate1d(8, scale_base=512)(x), "xs: expected q and k, which xPos .* got 1"),
+        (lambda x: Rotate1d(8, scale_base=512)(x), "xs: expected both q and k, got 1 tensor; xPos"),
         (lambda x: Rotate1d(8, scale_base=512)(x, x, inverse=True), "inverse: expected False with scale_base"),
         (lambda x: scale_xpos(x, x, positions=GRID, scale_base=4.0), "positions: expected one axis, got 2"),
     ],

@@ -190,7 +190,7 @@ def test_heads_that_differ():
     assert preset(by_head).num_heads == 4
     assert (preset(by_head, num_heads=8).omega != 0).any(1).sum(0).tolist() == [2, 6]
     with pytest.raises(
-        ValueError, match="num_heads: expected a multiple of 4, because the axes share the heads 1 : 3, got 6"
+        ValueError, match="num_heads: expected a multiple of 4 to split the heads 1 : 3 among the axes, got 6"
     ):
         preset(by_head, num_heads=6)
     across = replace(OWN, frequencies=Axial((1, 1), across_heads=True), num_heads=2)

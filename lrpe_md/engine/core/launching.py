@@ -310,6 +310,6 @@ def has_ptx(dtype: torch.dtype) -> bool:
 
 
 def current_device(x: Tensor):
-    """Return a context that makes x's device the current device, on which Triton launches kernels."""
+    """Return a context that makes x's device current, because Triton launches kernels on the current device."""
     needs_switch = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device_of(x) if needs_switch else nullcontext()

@@ -45,7 +45,7 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
     if not -math.inf < offset < math.inf:
         raise ValueError(f"norm.offset: expected a finite number, got {offset!r}")
     if not 0 < eps < float("inf"):
-        raise ValueError(f"norm.eps: expected a positive number, so that rows of zeros stay finite, got {eps!r}")
+        raise ValueError(f"norm.eps: expected a finite positive number, got {eps!r}")
     if bias is not None and kind == "rms":
         raise ValueError("norm.bias: expected None for kind='rms', which has no bias; pass None or use kind='layer'")
     if offset != 0 and weight is None:
@@ -118,7 +118,7 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
             )
     if weights.token_groups == 2 and layout.start + layout.num_tokens > layout.prefix + layout.num_grid_tokens:
         raise ValueError(
-            "norm.weight: expected 3 groups of tokens, (3, 1 or H, D), because a suffix follows the grid, got 2"
+            "norm.weight: expected 3 groups of tokens, (3, 1 or H, D), if a suffix follows the grid, got 2"
         )
 
 

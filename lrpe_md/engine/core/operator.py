@@ -162,7 +162,7 @@ def warn_of_interpreter() -> None:
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
         _warn(
             f"lrpe_md: the interpreter of Triton {triton.__version__} (TRITON_INTERPRET=1) rounds a fused multiply-add "
-            "twice, so that angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'"
+            "twice, so angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'"
         )
 
 
@@ -226,7 +226,8 @@ class Operator(ABC):
             prefix: prefix of the operators' names.
             inputs: declarations of the inputs and, at the end, of the tensors saved for the backward pass.
             parts: parts of a call.
-            options: NamedTuple class whose fields select what a forward pass returns besides the outputs, or None.
+            options: NamedTuple class whose fields select what a forward pass returns in addition to the outputs, or
+                None.
             needs: NamedTuple class with flags that select the gradients of learned tensors to compute.
         """
         *input_arguments, saved_argument = inputs
@@ -312,7 +313,7 @@ class Operator(ABC):
 
     @abstractmethod
     def fake_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
-        """Return empty tensors with the sizes, strides and dtypes of the forward's results."""
+        """Return empty tensors with the sizes, strides and dtypes of the forward pass's results."""
 
     @abstractmethod
     def shape_gradients(self, call: Any, inputs: Any, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:

@@ -156,7 +156,7 @@ class Rows(NamedTuple):
     """Inputs and outputs of a launch, for one tensor or for q and k. Tables are not included."""
 
     xs: Sequence[Tensor]  # empty if the backward pass doesn't need x
-    dys: list[Tensor]  # empty in the forward
+    dys: list[Tensor]  # empty in the forward pass
     stats: list[Tensor]
     outs: Sequence[Any] = ()  # tensors to write to; any that are missing or None are allocated
     start: Tensor | None = None  # (1,) or (B,): the index of the first token in each output

@@ -79,7 +79,7 @@ def _check_start(start: Any) -> Tensor:
     if not isinstance(start, Tensor):
         raise TypeError(
             "out_start: expected a tensor of integers, which the kernel reads on the device, got "
-            f"{type(start).__name__}; to start at a fixed row, slice out instead"
+            f"{type(start).__name__}; to start at a fixed row, pass a slice of out instead"
         )
     if start.ndim > 1 or start.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -250,8 +250,8 @@ def check_places(target: Target, lengths: Sequence[int]) -> None:
     for i, (out, length) in enumerate(zip(target.outs, lengths, strict=True)):
         if out is not None and length and not 0 <= first <= last <= out.shape[2] - length:
             raise IndexError(
-                f"out_start: expected rows from 0 to {out.shape[2] - length}, so that {length} tokens fit into the "
-                f"{out.shape[2]} rows of {target.name(i)}, got {start.tolist()}; nothing was written"
+                f"out_start: expected rows from 0 to {out.shape[2] - length}, got {start.tolist()}: {length} tokens "
+                f"must fit into the {out.shape[2]} rows of {target.name(i)}. Nothing was written"
             )
 
 

@@ -18,7 +18,7 @@ __all__ = [
 class Pass(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    DOMEGA = "domega"  # a backward that computes gradients of frequencies, phase or weights
+    DOMEGA = "domega"  # a backward pass that computes gradients of frequencies, phase or weights
 
 
 class Work(NamedTuple):
@@ -101,7 +101,7 @@ TILES = {
     (4, "rotate", Pass.BACKWARD, "tables"): (Tile(4, 128, 1), Tile(4, 128, 1), Tile(4, 128, 1)),
 }  # fmt: skip
 _64 = Tile(1, 512, 4)
-NUM_SM = 132  # on the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
+NUM_SM = 132  # on the largest GPUs; a fixed number, so dω is summed in the same order on every GPU
 REGISTERS = 65536  # per SM
 # The cost of a new block of tokens, in blocks of rows (docs/tuning.md).
 NEW_TOKENS = 8
@@ -158,7 +158,7 @@ class HeadsPlan(NamedTuple):
 
 
 # Channels of all heads per thread, channels of a tile per thread, and warps per SM: as many as registers allow. The
-# backward also keeps dy, and sums of gradients for each channel.
+# backward pass also keeps dy, and sums of gradients for each channel.
 _CHANNELS = {Pass.FORWARD: (40, 8, 12), Pass.BACKWARD: (40, 4, 8), Pass.DOMEGA: (40, 4, 8)}
 
 

@@ -21,14 +21,14 @@ FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-TRANSPOSE = "; x looks like (B, N, H, D), pass x.transpose(1, 2)"
-_EXAMPLES = {1: "N tokens pass positions=Grid((N,))", 3: "T x H x W patches pass positions=Grid((T, H, W))"}
+TRANSPOSE = "; x looks like (B, N, H, D), so pass x.transpose(1, 2)"
+_EXAMPLES = {1: "N tokens, pass positions=Grid((N,))", 3: "T x H x W patches, pass positions=Grid((T, H, W))"}
 
 
 def explain_missing(omega: Any, expected: str = "a tensor (N, K)") -> str:
     """Return the error message for a call without positions, including an example with omega's number of axes."""
     num_axes = omega.shape[-1] if isinstance(omega, Tensor) and omega.ndim == 3 else 2
-    example = _EXAMPLES.get(num_axes, "H x W patches pass positions=Grid((H, W))")
+    example = _EXAMPLES.get(num_axes, "H x W patches, pass positions=Grid((H, W))")
     return f"positions: expected a Grid, Coordinates or {expected}, got None; for {example}"
 
 
@@ -94,8 +94,7 @@ def _refuse_beside_tables(**others: Any) -> None:
     for name, value in others.items():
         if value is not None:
             raise ValueError(
-                f"{name}: expected None with tables, because it would change their cos and sin, got "
-                f"{type(value).__name__}; "
+                f"{name}: expected None with tables, which already contain cos and sin, got {type(value).__name__}; "
                 f"leave out tables or {name}"
             )
 

@@ -242,8 +242,8 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
         start, stop = 0, head_dim
         if even and head_dim % 2:
             raise ValueError(
-                f"head_dim: expected an even number, got {head_dim}, because channels are rotated in pairs; "
-                "rotate an even number of channels with rotary_dim=, or use the cosine map"
+                f"head_dim: expected an even number, got {head_dim}. Channels are rotated in pairs; rotate an even "
+                "number of channels with rotary_dim=, or use the cosine map"
             )
     elif isinstance(rotary_dim, slice):
         if rotary_dim.step not in (None, 1):

@@ -47,7 +47,7 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
 
     In eager mode, and in Inductor's code if sizes are static, gradients are written directly into the gradient of the
     projection. :func:`lrpe_md.linear_attention` writes all three gradients. :func:`lrpe_md.rotate` and
-    :func:`lrpe_md.cosine` write dq and dk, so that only dv is copied. With ordinary PyTorch views, all three gradients
+    :func:`lrpe_md.cosine` write dq and dk, so only dv is copied. With ordinary PyTorch views, all three gradients
     would be copied.
     """
     if torch.is_grad_enabled() and not is_transforming():
@@ -74,7 +74,7 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...], num_tokens: int | None
         if x.shape[0] != num_tokens and x.shape[1] == num_tokens:
             raise ValueError(
                 f"{name}: expected packed tokens (N, H, D) with N = {num_tokens}, got {tuple(x.shape)}; "
-                f"{name} looks like (H, N, D), pass {name}.transpose(0, 1)"
+                f"{name} looks like (H, N, D), so pass {name}.transpose(0, 1)"
             )
     ys = encode(*map(_put_heads_first, xs))
     return tuple(_put_tokens_first(y, False) for y in ys) if len(xs) > 1 else _put_tokens_first(ys, False)

@@ -3,7 +3,7 @@
 A program processes one block of tokens in V.block_r rows that share frequencies. A row is one head of one sample, of q
 or of k. The program starts to load its rows, computes the angles of the block in the meantime, and then maps row after
 row with cos Θ and sin Θ in registers. If frequencies or weights need a gradient, there are fewer programs, and each one
-loops over many blocks and rows. This is a single loop, so that the rows of the next block can be prefetched.
+loops over many blocks and rows. This is a single loop, so the rows of the next block can be prefetched.
 
 The channels of a row are stored as a tuple of tiles (tokens, channels). The mapped channels come first: one tile for
 the cosine map, or two tiles for the first and second channels of pairs. The other channels follow, and pass through as
@@ -53,7 +53,7 @@ from .tiles import (
     upcast,
 )
 
-# --- the two maps, on tiles (tokens, channels): a branch for each entry of reference.MAPS but "none" ------------
+# --- the two maps, on tiles (tokens, channels): a branch for each entry of reference.MAPS except "none" -----------
 
 
 @triton.jit

@@ -307,7 +307,7 @@ def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
         return out
 
 
-# --- a normaliser in kernels of its own -----------------------------------------------------------------------------
+# --- a normaliser in separate kernels -------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -631,7 +631,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
 def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool, trains: bool) -> bool:
     """Return whether one program computes both the state and the outputs of a key head.
 
-    ``trains`` means that a backward pass follows, or that this is the backward pass.
+    ``trains`` is set if a backward pass follows, and in the backward pass itself.
     """
     plain = call.attention.mask == "full" and call.cu_seqlens is None and not has_state
     num_tokens = max(sizes.num_queries, sizes.num_keys)

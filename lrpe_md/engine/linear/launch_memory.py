@@ -258,7 +258,7 @@ class Scan(NamedTuple):
 def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
     """Return the precision, tile width and alignment of a variant that multiplies states.
 
-    If ``aligned`` is set, the sizes of states are passed in units of UNIT elements, so that loads can be wide.
+    If ``aligned`` is set, the sizes of states are passed in units of UNIT elements, so loads can be wide.
     """
     fast, sizes = inputs.narrow and launch.has_ptx(inputs.dtype), inputs.sizes
     columns = min(COLUMNS[0 if fast else 1], max(16, triton.next_power_of_2(sizes.num_features)))

@@ -107,7 +107,7 @@ SCAN_TILE, SCAN_TILE_OF_FEW = (512, 4), (64, 64)
 # state. Padded states with more than ONE_PASS_STATE elements leave too few registers for the rest.
 ONE_PASS, ONE_PASS_TRAINING, ONE_PASS_STATE = 384, 224, 8192
 MULTIPROCESSORS = 132  # on the largest GPUs
-PROGRAMS = MULTIPROCESSORS * 4  # programs that run at once; fixed, so that all GPUs sum in the same order
+PROGRAMS = MULTIPROCESSORS * 4  # programs that run at once; fixed, so all GPUs sum in the same order
 
 
 def pad_width(width: int) -> tuple[int, ...]:

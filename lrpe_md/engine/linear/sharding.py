@@ -202,8 +202,8 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
         return
     if call.q_tables.coords is not None:
         raise ValueError(
-            "positions: expected a Grid for blocks of sharded tokens, because every rank must know the prefix and "
-            "suffix, got Coordinates"
+            "positions: expected a Grid for blocks of sharded tokens, got Coordinates; every rank must know the prefix "
+            "and suffix"
         )
     layout, step = call.q_layout, -(-num_tokens // num_ranks)
     for begin in range(0, num_tokens, step):
@@ -212,7 +212,7 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
 
 
 def _find_partial_axes(q: Any, k: Any) -> list[int]:
-    """Return the mesh axes along which q is sharded but k is not, so that ranks compute partial gradients of k."""
+    """Return the mesh axes along which q is sharded but k is not. Along them, ranks compute partial gradients of k."""
     return [
         i for i, (a, b) in enumerate(zip(q.placements, k.placements, strict=True)) if a.is_shard() and b.is_replicate()
     ]  # fmt: skip
@@ -262,7 +262,7 @@ def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
         phase, coords = (
             t if t is None else _share_gradient(t, k, partial_axes) for t in (k_tables.phase, k_tables.coords)
         )
-        # q and k share one tensor of frequencies, so that autograd adds their gradients before ranks communicate.
+        # q and k share one tensor of frequencies, so autograd adds their gradients before ranks communicate.
         k_tables = k_tables._replace(
             omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords
         )  # fmt: skip

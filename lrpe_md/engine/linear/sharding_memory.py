@@ -165,7 +165,7 @@ def without_queries(call: LinearCall, operands: Operands) -> tuple[LinearCall, O
 
 
 def without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
-    """Return a layout and tables for zero tokens. They are new objects, so that q and k no longer share them."""
+    """Return a layout and tables for zero tokens. They are new objects, so q and k no longer share them."""
     tables = Tables(*tables)
     if tables.coords is None:
         return layout._replace(num_tokens=0), tables

@@ -166,8 +166,8 @@ def check_normalizer(normalizer: Any, act: str) -> None:
         raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {show_value(normalizer)}")
     if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
         raise ValueError(
-            f"normalizer: 'unrotated' needs an activation that is never negative, one of {NEVER_NEGATIVE}, because it "
-            f"divides by act(q) · Σ act(k), got act={act!r}; pass act='relu' to the encoding, or use normalizer='none' "
+            f"normalizer: 'unrotated' needs an activation that is never negative, one of {NEVER_NEGATIVE}, got "
+            f"act={act!r}. It divides by act(q) · Σ act(k); pass act='relu' to the encoding, or use normalizer='none' "
             "or 'encoded'"
         )
 

@@ -1,4 +1,4 @@
-"""Buckets of samples by aspect ratio. All samples in a batch come from one bucket, so that they have the same shape."""
+"""Buckets of samples by aspect ratio. All samples in a batch come from one bucket, so they have the same shape."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Labelled:
     read_test: Callable[[Size], Images] | None = None
 
     def test_at(self, size: tuple[int, int]) -> Images:
-        """Return the test images for this size. Files are read at exactly this size, whatever the other sizes are."""
+        """Return the test images for this size. Files are read at exactly this size, regardless of the other sizes."""
         if self.read_test is None or tuple(self.test.images.shape[-2:]) == size:
             return self.test
         return self.read_test(size)
@@ -226,7 +226,7 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
         roots = [path, path]
     elif names[0] != names[1]:
         raise ImageError(
-            f"--data {path}: expected the same classes in train and {tests[0].name}, but these are only in one: "
+            f"--data {path}: expected the same classes in train and {tests[0].name}, got these in only one of the two: "
             f"{', '.join(sorted(set(names[0]) ^ set(names[1])))}"
         )
     number = {name: i for i, name in enumerate(names[0])}

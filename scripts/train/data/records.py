@@ -106,7 +106,7 @@ class Records:
         )
 
     def with_condition(self, condition: str, path: Path) -> Records:
-        """Keep only the captions or classes, as ``condition`` (one of ``CONDITIONS``) selects. "auto" keeps both."""
+        """Keep the captions or classes that ``condition`` (one of ``CONDITIONS``) selects. "auto" keeps both."""
         if condition == "auto":
             return self
         if condition != "none" and getattr(self, condition) is None:

@@ -559,7 +559,7 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
 
 
 def hold_out(keys: Sequence[str], parts: int, fold: int = 0) -> np.ndarray:
-    """Return a mask (N,) of the samples to hold out for testing. These have a hash of ``fold`` modulo ``parts``.
+    """Return a mask (N,) of the samples to hold out for testing. Their hash is ``fold`` modulo ``parts``.
 
     If you add samples, the existing samples stay in their parts, so classes may be held out unevenly.
     """

@@ -347,7 +347,7 @@ class Latents:
             views = mirrored(draws).astype(np.int64)
         x = sent(mean[rows, views], self.device).float()
         if deviations and draws is not None:
-            # The first draw is the seed, so that threads that prepare batches ahead need no shared state.
+            # The first draw is the seed, so threads that prepare batches ahead need no shared state.
             generator = torch.Generator(self.device).manual_seed(int(draws[0]))
             noise = torch.randn(x.shape, generator=generator, device=self.device)
             x = x + sent(deviations[0][rows, views], self.device).float() * noise

@@ -269,7 +269,7 @@ def batch(
 ) -> tuple[Tensor, Tensor]:
     """Return clips (2B, 3, T, H, W) and labels (2B,). Clips are mirrored randomly.
 
-    Each clip appears with two labels, so that the content of a clip does not reveal the label.
+    Each clip appears with two labels, so the content of a clip does not reveal the label.
     """
     task, device = TASKS[config.task], footage.frames.device
     mirrored, draws = draws % 2 == 1, draws // 2
@@ -294,7 +294,7 @@ def accuracy(
 ) -> float:  # fmt: skip
     """Return the accuracy in % on test clips.
 
-    Each clip is tested with every label, so that a model that can't see the order is exactly at chance.
+    Each clip is tested with every label, so a model that can't see the order is exactly at chance.
     """
     task, device, right = TASKS[config.task], footage.frames.device, 0
     for part in torch.from_numpy(starts).split(32):
@@ -494,7 +494,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         )  # fmt: skip
         return {"accuracy": found}
 
-    # Identify the footage by its content, so that the files may be moved.
+    # Identify the footage by its content, so the files may be moved.
     settings = {"model": model_arguments(config), "digest": footage.digest}
     steps = partial(shuffle, len(starts), config.batch, config.seed)
     return Work(model, settings, steps, partial(batch, config, footage, starts), loss, finish, validate)
