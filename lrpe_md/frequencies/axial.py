@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import check_at_least, check_dense, show_value
+from ..checks import as_integer, check_at_least, check_dense, show_value
 
 __all__ = [
     "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "check_split", "cut_blocks",
@@ -107,9 +107,9 @@ def check_map(axis_map: Any, num_axes: int) -> None:
                 f"axis_map: expected one of {(*AXIS_MAPS, 'head')} or groups of axes, got {show_value(axis_map)}"
             )
         return
-    if not all(isinstance(group, Sequence) and group for group in axis_map) or sorted(
-        axis for group in axis_map for axis in set(group)
-    ) != list(range(num_axes)):
+    groups = [[as_integer(axis) for axis in group] if isinstance(group, Sequence) else [] for group in axis_map]
+    axes = [axis for group in groups for axis in set(group)]
+    if not all(groups) or not all(isinstance(axis, int) for axis in axes) or sorted(axes) != list(range(num_axes)):
         raise ValueError(
             f"axis_map: expected groups that contain each of the {num_axes} axes once, got {show_value(axis_map)}"
         )
@@ -259,8 +259,7 @@ def axial_omega(
     elif sections is None:
         widths = list(split_channels(num_channels, (1,) * num_axes, remainder=0))
     else:
-        if len(sections) != num_axes or min(sections) < 0:
-            raise ValueError(f"sections: expected a width for each of the {num_axes} axes, got {tuple(sections)}")
+        sections = _read_counts("sections: expected a width for each of the {} axes", sections, num_axes)
         widths = [sections[axis] for axis in order]
     if isinstance(axis_map, str):
         members, channels = _MAPS[axis_map].place(widths, num_channels)
@@ -303,8 +302,7 @@ def _axis_per_head(
     num_axes = len(thetas)
     if sections is None:
         sections = split_channels(num_axes if num_heads is None else num_heads, (1,) * num_axes, remainder=0)
-    if len(sections) != num_axes or min(sections) < 0:
-        raise ValueError(f"sections: expected a number of heads for each of the {num_axes} axes, got {tuple(sections)}")
+    sections = _read_counts("sections: expected a number of heads for each of the {} axes", sections, num_axes)
     num_heads = sum(sections) if num_heads is None else num_heads
     if sum(sections) > num_heads:
         raise ValueError(f"sections: expected at most {num_heads} heads in total, got {tuple(sections)}")
@@ -324,11 +322,16 @@ def _axis_per_head(
 def _gaps(gaps: Sequence[int] | None, blocks: int) -> list[int]:
     if gaps is None:
         return [0] * (blocks + 1)
-    if len(gaps) != blocks + 1 or min(gaps) < 0:
-        raise ValueError(
-            f"gaps: expected {blocks + 1} channel counts (before, between and after {blocks} blocks), got {tuple(gaps)}"
-        )
-    return list(gaps)
+    expected = f"gaps: expected {{}} channel counts (before, between and after {blocks} blocks)"
+    return _read_counts(expected, gaps, blocks + 1)
+
+
+def _read_counts(expected: str, counts: Any, number: int) -> list[int]:
+    """Return ``number`` non-negative integers, or raise an error that begins with ``expected``."""
+    read = [as_integer(count) for count in counts] if isinstance(counts, Iterable) else []
+    if len(read) != number or any(count is None or count < 0 for count in read):
+        raise ValueError(f"{expected.format(number)}, got {show_value(counts)}")
+    return read
 
 
 def _with_gaps(omega: Tensor, blocks: Sequence[int], gaps: Sequence[int]) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lrpe_md import Grid, cosine, rotate
 
+from ..common.devices import choose_gpu
 from ..common.options import OUT
 from ..common.provenance import measured_on
 from .measure import quantiles
@@ -154,14 +155,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:
     """Measure the CPU time of compiled calls. Each row is written to the CSV immediately."""
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
-    if device == "cpu" and not smoke:
-        raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
-            "a CPU, add --smoke"
-        )
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    where = choose_gpu(device, smoke)
     maps = choose_in_order("--map", map, MAPS, MAPS)
     here, console = measured_on(where, commit), Console(width=160, soft_wrap=True)
     out.parent.mkdir(parents=True, exist_ok=True)

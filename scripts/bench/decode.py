@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lrpe_md import Grid, geometric_theta, rotate
 
+from ..common.devices import choose_gpu
 from ..common.options import LIMIT, OUT
 from ..common.provenance import measured_on
 from .linear_measure import Run, time_calls
@@ -272,14 +273,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:
     """Measure the rotation and key-cache update in a decoding step. Each row is written to the CSV immediately."""
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
-    if device == "cpu" and not smoke:
-        raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
-            "a CPU, add --smoke"
-        )
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    where = choose_gpu(device, smoke)
     works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)
     impls = choose_in_order("--impl", impl, IMPLS, IMPLS)
     console = Console(width=160, soft_wrap=True)

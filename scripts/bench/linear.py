@@ -37,6 +37,7 @@ from lrpe_md import cosine, linear_attention, rotate
 from lrpe_md.reference import activate
 from lrpe_md.testing import LinearCase, check_linear
 
+from ..common.devices import choose_gpu
 from ..common.options import LIMIT, OUT
 from ..common.provenance import measured_on
 from .hosted import import_checkout
@@ -172,15 +173,8 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Benchmark linear attention, starting with lrpe-md. Each row is written to the CSV immediately."""
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
-    if device == "cpu" and not smoke:
-        raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
-            "a CPU, add --smoke"
-        )
+    where = choose_gpu(device, smoke)
     OtherCheckout.package = None if other is None else import_checkout(other)
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     works = choose_in_order("--workload", workload, ALL_WORKLOADS, DEFAULT)
     maps, impls = choose_in_order("--map", map, MAPS, MAPS), choose_in_order("--impl", impl, NAMES, NAMES)
     console = Console(width=160, soft_wrap=True)

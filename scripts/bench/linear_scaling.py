@@ -31,6 +31,7 @@ from lrpe_md.integrations.timm import LrpeVisionTransformer
 
 from ...models.dit import DiT
 from ...models.video import LrpeVideoTransformer
+from ..common.devices import choose_gpu
 from ..common.options import OUT, choose, positive
 from ..common.provenance import measured_on
 from .measure import describe_error, release_memory
@@ -243,20 +244,13 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Time training steps of softmax and linear attention at increasing numbers of tokens."""
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
-    if device == "cpu" and not smoke:
-        raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
-            "a CPU, add --smoke"
-        )
+    where = choose_gpu(device, smoke)
     names = choose("--backbones", backbones.split(","), BACKBONES)
     kinds = choose("--attention", attention.split(","), ATTENTIONS)
     choose("--backend", [backend], ("auto", *BACKENDS))
     sizes = sorted(map(int, tokens.split(",")))
     if any(n < 1 or n & (n - 1) for n in sizes):
         raise typer.BadParameter(f"--tokens: expected powers of 2, got {tokens}")
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     out.parent.mkdir(parents=True, exist_ok=True)
     if not (append and out.exists()):
         with out.open("w", newline="", encoding="utf-8") as file:

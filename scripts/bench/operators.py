@@ -29,7 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..common.devices import gpu_name
+from ..common.devices import choose_gpu, gpu_name
 from ..common.options import LIMIT, OUT, choose, group_options
 from ..common.provenance import git_commit, versions
 from . import modes as modes_of
@@ -165,15 +165,8 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Benchmark the operators, starting with lrpe-md. Each row is written to the CSV immediately."""
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
-    if device == "cpu" and not smoke:
-        raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
-            "a CPU, add --smoke"
-        )
+    where = choose_gpu(device, smoke)
     started = time.monotonic()
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     wanted_modes = choose_in_order("--modes", modes, MODES, DEFAULT_MODES)
     ops, omegas = choose_in_order("--op", op, OPS, OPS), choose_in_order("--omega", omega, OMEGAS, OMEGAS)
     works = {name: ALL_WORKLOADS[name] for name in choose_in_order("--workload", workload, ALL_WORKLOADS, WORKLOADS)}

@@ -19,7 +19,7 @@ from ..adapters.sweep import read_outcomes
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
-from ..common.options import plural
+from ..common.options import choose, plural
 from ..common.plots import STYLE, WIDTH, add_legend, choose_colors, plt, save
 from ..common.provenance import name_commits
 from . import front, linear_report
@@ -46,6 +46,8 @@ def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
     if not frames:
         return pd.DataFrame(columns=[*COLUMNS, *HERE])
     rows: Any = pd.concat(frames, ignore_index=True)
+    if gpu is not None:
+        choose("--gpu", [gpu], tuple(dict.fromkeys(rows.gpu)))
     rows = rows[rows.gpu == (gpu or rows.gpu.value_counts().idxmax())]
     for name in NUMBERS:
         rows[name] = pd.to_numeric(rows[name])
@@ -578,6 +580,9 @@ def main(
     if folder == RESULTS or to == PAGES:
         require_checkout("FOLDER and --pages")
     rows = read(folder, gpu)
+    found = pages(rows, folder)
+    if not found:
+        raise typer.BadParameter(f"FOLDER: expected a folder with results of `lrpe-md bench`, got {folder}")
     for name, plot in (("performance-passes.png", plot_passes), ("performance-scaling.png", plot_scaling)):
         if plot(rows, folder / name):
             print(folder / name)
@@ -587,5 +592,5 @@ def main(
         print(folder / front.SPEED)
     if front.plot_encodings(folder / "ablate-image" / "results.csv", folder / front.ENCODINGS):
         print(folder / front.ENCODINGS)
-    for name, text in pages(rows, folder).items():
+    for name, text in found.items():
         write_page(to / name, text)

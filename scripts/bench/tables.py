@@ -23,6 +23,7 @@ from rich.console import Console
 
 from lrpe_md.testing import Case, bind, check
 
+from ..common.devices import choose_gpu
 from ..common.options import OUT
 from ..common.provenance import measured_on
 from .layers import WORKLOADS as LAYERS
@@ -104,14 +105,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Compare rotation from tables with rotation from computed angles. Each row is written to the CSV immediately."""
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
-    if device == "cpu" and not smoke:
-        raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
-            "a CPU, add --smoke"
-        )
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    where = choose_gpu(device, smoke)
     works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)
     chosen = choose_in_order("--form", form, FORMS, FORMS)
     forms = [ANGLES, *(each for each in chosen if each != ANGLES)]

@@ -27,8 +27,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from ..common.devices import choose_device
-from ..common.options import OUT, choose
+from ..common.devices import choose_gpu
+from ..common.options import OUT
 from ..common.provenance import measured_on
 from ..train.config import settings_of
 from ..train.data.records import Records
@@ -206,13 +206,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:
     """Compare `train diffusion` on latents with a bare loop over the same compiled model, on one GPU."""
-    choose("--device", [device], ("cuda", "cpu"))
-    if device == "cpu" and not smoke:
-        raise typer.BadParameter(
-            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
-            "a CPU, add --smoke"
-        )
-    here = measured_on(choose_device(device), commit)
+    here = measured_on(choose_gpu(device, smoke), commit)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", newline="", encoding="utf-8") as file, tempfile.TemporaryDirectory() as folder:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

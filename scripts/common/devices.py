@@ -21,6 +21,22 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def choose_gpu(wanted: str, smoke: bool) -> torch.device:
+    """Return the device for a benchmark's option --device: cuda, or also cpu with --smoke."""
+    choose("--device", [wanted], ("cuda", "cpu"))
+    if wanted == "cpu" and not smoke:
+        raise typer.BadParameter(
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU. To check that everything runs on "
+            "a CPU, add --smoke"
+        )
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter(
+            "--device: cuda needs a GPU, but PyTorch finds none. To check that everything runs on a CPU, add --device "
+            "cpu --smoke"
+        )
+    return torch.device("cuda", 0) if wanted == "cuda" else torch.device("cpu")
+
+
 def gpu_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 

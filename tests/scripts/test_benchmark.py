@@ -49,6 +49,22 @@ def invoke(out: Path, *args: str, workload: str = "vit224"):
     return rows
 
 
+@pytest.mark.parametrize(
+    "command", ["operators", "linear", "norm", "tables", "decode", "compiled", "train-loop", "linear-scaling"]
+)
+def test_without_a_gpu(command, monkeypatch):
+    """The error says how to check that a benchmark runs on a CPU. On a CPU, it needs --smoke."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for args, message in (
+        ([], "cuda needs a GPU, but PyTorch finds none. To check that everything runs on a CPU, add --device cpu "),
+        (["--device", "cpu"], "CPU times say nothing about a GPU. To check that everything runs on a CPU, add --smoke"),
+        (["--device", "mps"], "--device: unknown 'mps'. Choose from: cuda; cpu"),
+    ):
+        done = CliRunner().invoke(app, [command, *args], env={"COLUMNS": "200", "NO_COLOR": "1"})
+        assert done.exit_code == 2, done.output
+        assert message in done.output
+
+
 def test_every_pass_of_every_peer_is_a_row(tmp_path):
     passes = ["fwd", "bwd", "bwd_omega", "fwdbwd"]
     peers = "lrpe-md;torch, eager;timm, eager"
@@ -392,6 +408,22 @@ def test_report_on_made_numbers(tmp_path):
         assert 5_000 < (tmp_path / name).stat().st_size < 300_000
     benchmark_report.main(tmp_path, pages, None)
     assert (pages / "performance.md").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["none"], "FOLDER: expected a folder with results of `lrpe-md bench`, got none"),
+        ([".", "--gpu", "H"], "--gpu: unknown 'H'. Choose from: G; other"),
+    ],
+)
+def test_report_refuses_what_it_cannot_find(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    write_measurements(tmp_path)
+    done = CliRunner().invoke(app, ["report", *args, "--pages", "pages"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert not list(tmp_path.rglob("*.md"))
 
 
 NCU = """==PROF== Connected to process 1

@@ -23,12 +23,6 @@ def test_rows(tmp_path, monkeypatch):
     assert all(float(row["p50"]) > 0 and row["commit"] == "abc" for row in rows)
 
 
-def test_cpu_timings_need_smoke():
-    done = CliRunner().invoke(app, ["compiled", "--device", "cpu"])
-    assert done.exit_code != 0
-    assert "--smoke" in done.output
-
-
 def test_each_variant_runs_its_compiled_code(monkeypatch):
     ran, programs, compile_alone = [], [], compiled.compile_alone
 

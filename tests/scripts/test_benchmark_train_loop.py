@@ -38,12 +38,6 @@ def test_row(tmp_path):
     assert float(row["trained_per_second"]) == pytest.approx(4e3 / float(row["train_ms"]))
 
 
-def test_cpu_timings_need_smoke():
-    done = CliRunner().invoke(app, ["train-loop", "--device", "cpu"])
-    assert done.exit_code != 0
-    assert "--smoke" in done.output
-
-
 def test_turns_time_both_loops_without_the_first_steps(monkeypatch):
     """On this clock, a training step takes one second, and a step of the bare loop takes ten."""
     clock = [0.0]

@@ -394,6 +394,12 @@ def test_failures_are_reduced_and_reported(monkeypatch):
     assert "smaller: LinearConfig(" in result.reports[0]
 
 
+def test_the_command_needs_time_for_one_configuration():
+    refused = CliRunner().invoke(app, ["--impl", "reference", "--device", "cpu", "--seconds", "1e-9"])
+    assert refused.exit_code == 2, refused.output
+    assert "--seconds" in refused.output
+
+
 @pytest.mark.slow
 def test_the_command(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")

@@ -516,7 +516,13 @@ def test_gaps_of_each_axis_map(axis_map):
         (r"axis_map: expected one of .*or groups of axes, got 'spiral'", {"axis_map": "spiral"}),
         (r"axis_map: expected groups that contain each of the 2 axes once", {"axis_map": ((0,),)}),
         (r"axis_map: expected groups that contain each of the 2 axes once", {"axis_map": ((0, 1), (1,))}),
+        (r"axis_map: expected groups that contain each of the 2 axes once", {"axis_map": ((0.0, 1),)}),
         (r"gaps: expected 3 channel counts \(before, between and after 2 blocks\), got \(1,\)", {"gaps": (1,)}),
+        (r"gaps: expected 3 channel counts .*, got 1", {"gaps": 1}),
+        (r"gaps: expected 3 channel counts .*, got \(0, 0\.5, 0\)", {"gaps": (0, 0.5, 0)}),
+        (r"sections: expected a width for each of the 2 axes, got 4", {"sections": 4}),
+        (r"sections: expected a width for each of the 2 axes, got \(1, 1\.5\)", {"sections": (1, 1.5)}),
+        (r"sections: expected a number of heads for each of the 2 axes, got 2", {"axis_map": "head", "sections": 2}),
         (r"gaps: expected at most 8 channels in total, got \(9, 0, 0\)", {"gaps": (9, 0, 0)}),
         (r"num_heads: expected None unless axis_map is 'head', got 4", {"num_heads": 4}),
         (

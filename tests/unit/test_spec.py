@@ -40,7 +40,7 @@ def serial_to_coordinates(s, n):
 
 
 def cosine_md_loop(x, theta, shape, l, act, dim, axis_order):  # noqa: E741
-    """Implement spec/lrpe_cosine_md.md on X (B, H, l + n, D), θ (E) or (H, E)."""
+    """Implement ``lrpe_cosine_md`` of the LRPE specification on X (B, H, l + n, D), θ (E) or (H, E)."""
     batch, heads, total, d = x.shape
     rows = []
     for b in range(batch):
@@ -62,8 +62,9 @@ def cosine_md_loop(x, theta, shape, l, act, dim, axis_order):  # noqa: E741
 
 
 def rotate_loop(x, angle, act, dim, first, width):
-    """Implement spec/lrpe_rotate_1d.md: O_1 = X_1 cos - X_2 sin, O_2 = X_1 sin + X_2 cos on channels first .. first +
-    width.
+    """Implement ``lrpe_rotate_1d`` of the LRPE specification on the channels first .. first + width.
+
+    O_1 = X_1 cos - X_2 sin, O_2 = X_1 sin + X_2 cos
     """
     batch, heads, total, d = x.shape
     half = width // 2

@@ -25,11 +25,11 @@ def qk(batch=2, heads=(4, 2), num_tokens=5, head_dim=8, dtype=torch.float32):
     return tuple(randn(batch, h, num_tokens, head_dim, seed=i, dtype=dtype) for i, h in enumerate(heads))
 
 
-# --- implementations quoted in the documents -------------------------------------------------------------------------
+# --- implementations of other sources -----------------------------------------------------------------------------
 
 
 def paper_matrix(x, theta):
-    """Multiply x_m by the block-diagonal R_m of [[cos, -sin], [sin, cos]] (spec/rope_layouts.md, the paper)."""
+    """Multiply x_m by the block-diagonal R_m of [[cos, -sin], [sin, cos]], as in the paper."""
     rows = []
     for m in range(x.shape[2]):
         blocks = []
@@ -41,7 +41,7 @@ def paper_matrix(x, theta):
 
 
 def llama_matrix(x, theta):
-    """Multiply by the same matrix with the pairs in the half layout (spec/rope_layouts.md, llama)."""
+    """Multiply by the same matrix with the pairs in the half layout, as in Llama."""
     d = x.shape[-1]
     order = torch.arange(d).reshape(-1, 2).T.flatten()  # llama's rows in the paper's order
     at = order.argsort()
@@ -49,7 +49,7 @@ def llama_matrix(x, theta):
 
 
 def rotate_half(x, theta):
-    """Compute x cos + [-x_2, x_1] sin, with each angle twice (spec/rope_paper_notes.md, Hugging Face)."""
+    """Compute x cos + [-x_2, x_1] sin, with each angle twice, as in Hugging Face."""
     angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * theta
     angles = torch.cat([angles, angles], dim=-1)
     first, second = x.chunk(2, dim=-1)
@@ -57,7 +57,7 @@ def rotate_half(x, theta):
 
 
 def mistral_complex(x, theta):
-    """Multiply neighbours as complex numbers by e^{i m θ} (spec/rope_paper_notes.md, Mistral)."""
+    """Multiply neighbours as complex numbers by e^{i m θ}, as in Mistral."""
     angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * theta
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
         torch.ones_like(angles), angles
@@ -66,7 +66,7 @@ def mistral_complex(x, theta):
 
 
 def backward_document(x, theta):
-    """Compute y = x ⊙ c + J(x) ⊙ s, J(v)_2k = -v_2k+1, J(v)_2k+1 = v_2k (spec/rope_forward_backward.txt)."""
+    """Compute y = x ⊙ c + J(x) ⊙ s, J(v)_2k = -v_2k+1, J(v)_2k+1 = v_2k."""
     angles = (torch.arange(x.shape[2], dtype=x.dtype)[:, None] * theta).repeat_interleave(2, dim=-1)
     turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
     return x * angles.cos() + turned * angles.sin()
