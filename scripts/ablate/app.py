@@ -22,6 +22,7 @@ paired differences from a baseline, parameters, time and memory. With --smoke, e
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +39,7 @@ from ..common.folder import missing, open_folder, parse_shard, require_checkout,
 from ..common.markdown import PAGES
 from ..common.options import Command, choose, group_options, warn_of_smoke
 from ..common.provenance import environment
+from ..train.interruption import stop_on_sigterm
 from .report import check_task, choose_baseline, folders, task_of, write_pages, write_report
 from .tasks import TASKS, Comparison, Task, options_as_set, overrides, record_warnings, train
 
@@ -141,14 +143,14 @@ def run(
     turn = turn_of(where) if timed else None
     console.print(f"{out}: {where}, {len(mine)} of {len(todo)} runs to train in this process, {workers} in parallel")
     try:
-        with options_as_set(chosen):
+        with options_as_set(chosen), stop_on_sigterm():
             show_results(console, train_all(comparison, mine, workers, turn, warned), len(mine), chosen.measure)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupted:
         console.print(
             "Interrupted. Finished runs are saved; to resume from the last checkpoint, run the same command with "
             f"--out {out}"
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + getattr(interrupted, "number", signal.SIGINT)) from None
     report_finished(console, out, baseline, todo)
     if smoke:
         warn_of_smoke(context, "tiny models train for a few steps")

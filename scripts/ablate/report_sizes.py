@@ -97,6 +97,8 @@ def explain_intervals(found: pd.DataFrame) -> str:
             "interval excludes zero. The intervals are not corrected for multiple comparisons: about one in "
             "twenty excludes zero by chance alone"
         )
+    if (pairs == 1).any():
+        text += ". A difference from a single seed has no interval"
     if (found["half"].isna() & (pairs > 1)).any():
         text += f". {NO_INTERVAL}"
     if 2 in set(pairs):

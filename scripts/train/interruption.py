@@ -32,6 +32,23 @@ class Interrupted(KeyboardInterrupt):
         return self.message
 
 
+@contextmanager
+def stop_on_sigterm() -> Iterator[None]:
+    """Raise :class:`Interrupted` on SIGTERM, so that the process stops its workers, as after Ctrl-C."""
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("Interrupted", number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, receive)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class Interruption:
     """Handler of signals that ask a run to stop. All processes stop after the same step."""
 

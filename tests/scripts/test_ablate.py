@@ -150,6 +150,22 @@ def test_interrupt_keeps_finished_runs_and_explains_resuming(
     assert len(started_trainings) == 4
 
 
+def test_sigterm_stops_like_ctrl_c(tmp_path: Path, monkeypatch) -> None:
+    def terminated(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from ()
+
+    monkeypatch.setattr(ablate, "train_all", terminated)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        stopped = invoke(*SMALL, "--out", str(tmp_path))
+        assert stopped.exit_code == 128 + signal.SIGTERM, stopped.output
+        assert "run the same command with --out" in stopped.output
+        os.kill(os.getpid(), signal.SIGTERM)  # the earlier handler is back
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_kill_9(tmp_path: Path, started_trainings: list) -> None:
     command = [sys.executable, "-m", "scripts.ablate", *SMALL, "--out", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

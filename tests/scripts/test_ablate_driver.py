@@ -256,6 +256,7 @@ def test_equal_differences_have_no_interval():
     assert [report_sizes.show_difference(row, 1) for _, row in found.iterrows()] == ["-46.0"]
     sentence = "A difference that is the same for all seeds has no interval."
     assert sentence in report_sizes.explain_intervals(found)
+    assert "single seed" not in report_sizes.explain_intervals(found)
     values["cosine", "28x28"] = [52.0, 50.01]  # one of 10,000 images
     found = report_sizes.difference(frame(values), "rotate")
     assert [report_sizes.show_difference(row, 1) for _, row in found.iterrows()] == ["**-46.0 ± 0.1**"]
@@ -350,6 +351,7 @@ def test_numbers_of_the_table(task, tmp_path):
     single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
     assert "for one seed" in single
+    assert "are paired by seed. A difference from a single seed has no interval." in single
     report_sizes.plot_sizes(results, config, tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
