@@ -553,8 +553,8 @@ def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Map
             advice = ""
             if name == "pos_embed":
                 advice = (
-                    "; use the same img_size, number of frames and class_token, or resample the table of an image "
-                    "model with image.set_input_size(img_size)"
+                    "; use the same img_size, number of frames, class_token and no_embed_class, or resample the table "
+                    "of an image model with image.set_input_size(img_size)"
                 )
             raise ValueError(
                 f"state_dict: expected {name} of shape {tuple(own[name].shape)}, got {tuple(inflated[name].shape)} "

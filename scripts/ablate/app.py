@@ -77,7 +77,7 @@ def run(
     context: typer.Context,
     task: Annotated[str, typer.Argument(help=f"Task, one of: {', '.join(TASKS)}.")],
     data: Annotated[
-        list[str] | None, typer.Argument(help="Training data; for video, one or more files.")
+        list[str] | None, typer.Argument(help="Training data; for video, files or folders.")
     ] = None,
     encoding: Annotated[
         list[str] | None,

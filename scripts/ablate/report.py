@@ -70,7 +70,10 @@ def describe_changes(
     """Describe the settings, and the content of the data, that differ from those of other results."""
     task, free = TASKS[settings["task"]], find_free(settings)
     # Results of earlier versions lack newer options, whose defaults keep the earlier behaviour.
-    here, there = (default_options(task) | {"data": each["data"], **each["training"]} for each in (settings, other))
+    here, there = (
+        default_options(task, each["training"]) | {"data": each["data"], **each["training"]}
+        for each in (settings, other)
+    )
     changed = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
     changes = [
         f"`{name}` {show_value(here.get(name))} (there {show_value(there.get(name))})"

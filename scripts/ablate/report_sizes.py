@@ -222,14 +222,16 @@ def find_free(settings: dict[str, Any]) -> set[str]:
     return {f.name for f in fields(TASKS[settings["task"]].config) if f.metadata["free"] and f.name not in affects}
 
 
-def default_options(task: Task) -> dict[str, Any]:
-    return {f.name: f.default for f in fields(task.config) if f.default is not MISSING}
+def default_options(task: Task, training: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the training command. Some of them depend on other options in ``training``."""
+    defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING}
+    return defaults | task.dependent_defaults(defaults | training)
 
 
 def find_changes(settings: dict[str, Any]) -> list[str]:
     """Return the settings that differ from the task's defaults as "name value", except settings that the text names."""
     task, training, free = TASKS[settings["task"]], settings["training"], find_free(settings)
-    defaults = default_options(task) | task.defaults
+    defaults = default_options(task, task.defaults | training) | task.defaults
     named = ("steps", "seconds", "batch", "lr", "precision", "compile", "cuda_graphs")
     return [
         f"`{name}` {show_value(training[name])}"

@@ -82,6 +82,7 @@ class Task:
         kept: files in a run's folder that the report needs.
         notes: sentences to print below the tables. The keys are the encodings to which the sentences refer.
         architecture: function that maps the settings of a training run to the depth, heads and dim that they imply.
+        dependent_defaults: function that maps settings to the defaults of options that depend on other options.
     """
 
     config: type[Training]
@@ -102,6 +103,7 @@ class Task:
     kept: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
     architecture: Callable[[dict[str, Any]], dict[str, Any]] = lambda training: {}
+    dependent_defaults: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
 
     @property
     def encodings(self) -> list[str]:
@@ -190,6 +192,7 @@ TASKS = {
             "parts": 4, "test_samples": 8,
         },
         accuracy, "accuracy, %", True, defaults={"task": "order", "steps": 3000}, on_gpu=FAST,
+        dependent_defaults=video.dependent_defaults,
         notes={"learned": "Learned position tables are resampled to the clip's grid for both kinds of positions."},
     ),
     "recall": Task(

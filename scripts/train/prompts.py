@@ -255,9 +255,12 @@ def sample_images(run: Path, painter: Painter, prompts: list[str], seed: int, sh
     drawn = draw(painter, prompts, draw_noise(sheet.images, painter.shape(size), seed), sheet)
     columns: dict[str, np.ndarray] = {f"seed {seed + i}": pixels(drawn[:, i]) for i in range(sheet.images)}
     save_whole(sheet.out, lambda part: write_sheet(part, prompts, columns))
-    is_video = painter.model.num_axes == 3
-    what = f"clips of {painter.settings['frames']}x" if is_video else "images of "
-    console.print(f"{sheet.out}: {len(prompts)} × {sheet.images} {what}{size[0]}x{size[1]}, step {painter.step}")
+    console.print(f"{sheet.out}: {len(prompts)} × {sheet.images} {_describe(painter, size)}")
+
+
+def _describe(painter: Painter, size: tuple[int, int]) -> str:
+    what = f"clips of {painter.settings['frames']}x" if painter.model.num_axes == 3 else "images of "
+    return f"{what}{size[0]}x{size[1]}, step {painter.step}"
 
 
 def _check(run: Path, painter: Painter, prompts: list[str], sheet: Sheet, console: Console) -> None:
@@ -307,4 +310,4 @@ def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, shee
             np.savez(file, **arrays)
 
     save_whole(count.npz, save)
-    console.print(f"{count.npz}: {count.number} samples of {size[0]}x{size[1]}, step {painter.step}")
+    console.print(f"{count.npz}: {count.number} {_describe(painter, size)}")

@@ -129,10 +129,12 @@ def main(
     ] = None,
     npz: Annotated[
         Path | None,
-        typer.Option(help="Images: .npz file for --count samples: arr_0, uint8 (N, H, W, 3), and arr_1, the labels."),
+        typer.Option(
+            help="Images: .npz file for --count samples: arr_0, uint8 (N, [frames,] H, W, 3), and arr_1, the labels."
+        ),
     ] = None,
 ) -> None:
-    """Generate text or images with a trained model, using averaged weights if the run saved them."""
+    """Generate text, images or video clips with a trained model, using averaged weights if the run saved them."""
     on, (task, state) = choose_device(device), read_run(run)
     given = {
         "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,

@@ -400,6 +400,10 @@ def test_table_of_another_image_size_is_resampled_first():
         ValueError, match=r"resample the table of an image model with image\.set_input_size\(img_size\)$"
     ):
         inflate(image.state_dict(), model)
+    with pytest.raises(
+        ValueError, match=r"use the same img_size, number of frames, class_token and no_embed_class, or"
+    ):
+        inflate(LrpeVisionTransformer(**IMAGE, no_embed_class=True).state_dict(), model)
     image.set_input_size((8, 8))
     assert model.load_state_dict(inflate(image.state_dict(), model)).missing_keys == []
 

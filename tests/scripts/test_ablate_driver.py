@@ -370,6 +370,18 @@ def test_the_report_names_settings_that_differ_from_the_defaults():
     assert report_sizes.describe_training(settings, results) == text + more
     changed = report_sizes.find_changes({"task": "diffusion", "training": {"test_size": 96, "test_samples": 2}})
     assert changed == ["`test_size` 96"]
+    videos = {"task": "labels", "causal": True, "flip": False, "motion": False}  # their own defaults
+    assert report_sizes.find_changes({"task": "video", "training": videos}) == ["`task` labels", "`causal` True"]
+    changed = report_sizes.find_changes({"task": "video", "training": {"flip": False, "motion": True}})
+    assert changed == ["`flip` False"]
+
+
+def test_options_that_older_results_lack_have_the_default():
+    """The default of --flip depends on --task."""
+    here = {"task": "video", "data": ["clips"], "training": {"task": "order", "flip": True, "motion": True}}
+    there = {**here, "training": {"task": "order"}}
+    none = frame({("rotate", "8x48x48"): [90.0]})
+    assert ablate_report.describe_changes(here, there, none, none) == []
 
 
 def test_the_report_describes_the_model():

@@ -670,6 +670,7 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
     assert f"{max(1, given.count('--prompt'))} × 2 {what}, step 1" in done.output
     done = invoke("sample", runs[kind], *given, "--count", 18, "--npz", tmp_path / "samples.npz")
     assert done.exit_code == 0, done.output
+    assert f"samples.npz: 18 {what.replace('8x16', '8x8')}, step 1" in done.output
     with np.load(tmp_path / "samples.npz") as file:
         frames = (3,) if kind in ("clips", "film latents", "bucketed clips") else ()
         assert file["arr_0"].shape == (18, *frames, 8, 8, 3)

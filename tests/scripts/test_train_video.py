@@ -341,6 +341,7 @@ def test_invalid_options(footage, tmp_path):
     said = "--reference 6x8: expected the 4 frames of --frames, because a streaming model can't rescale time, got 6; "
     assert f"{said}pass --reference 4x8" in refused("--reference", "6x8", "--causal")
     assert "expected a multiple of 3" in refused("--accumulate", "3")
+    assert "--parts: expected at least 2, got 1" in refused("--parts", "1")
     assert "no such file" in refused("--data", str(tmp_path / "nothing.mp4"))
     assert "there is no room for a training clip of" in refused("--frames", "64")
     assert "start it with torchrun" in refused("--sharding", "fsdp")
@@ -387,6 +388,21 @@ def test_causal_models_see_no_motion_by_default():
     for causal in (False, True):
         config = VideoTraining(data=[], out=Path("unused"), causal=causal, **options)
         assert config.motion is not causal
+
+
+def test_causal_models_that_cannot_stream():
+    options = {**SMALL, "data": [], "out": Path("unused"), "heads": 1}
+    for encoding, said in (
+        ("learned", "stretched over the whole video"),
+        ("videorope", "one with a table of positions"),
+        ("rotate", ""),
+    ):
+        config = VideoTraining(**options, encoding=encoding, causal=True)
+        found = train_video.explain_no_streaming(config, train_video.build(config))
+        assert said in found if said else not found
+        assert found.startswith("--causal: this model can't read a video frame by frame. ") == bool(said)
+    config = VideoTraining(**options, encoding="learned")
+    assert not train_video.explain_no_streaming(config, train_video.build(config))
 
 
 def test_clips_as_motion():

@@ -40,7 +40,7 @@ class GenerativeTraining(Training):
     without: str = option("", "Boolean field of the caption table; rows where it is true are left out.")
     limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
     label: str = option("", "Field that holds the class, in .json files of shards or in a Hugging Face dataset.")
-    parts: int = option(20, "Number of parts to split the images or video segments into; one is held out.", least=1)
+    parts: int = option(20, "Number of parts to split the images or video segments into; one is held out.", least=2)
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     flip: bool = option(False, "Flip half of the training images horizontally.")
     size: int = option(32, "Height and width in training, in pixels.", least=1)

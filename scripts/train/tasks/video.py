@@ -132,7 +132,7 @@ class VideoTraining(Training):
         least=1,
     )
     parts: int = option(
-        5, "Number of parts to split the segments (with --task labels, the videos) into; one is held out.", least=1
+        5, "Number of parts to split the segments (with --task labels, the videos) into; one is held out.", least=2
     )
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     test_samples: int = option(1024, "Approximate number of held-out clips × labels to test on.", free=True, least=1)
@@ -152,7 +152,7 @@ class VideoTraining(Training):
                 "--motion: not supported with --causal, because it subtracts the mean of earlier and later frames; "
                 "leave out one of them"
             )
-        for name, default in (("flip", self.task != "labels"), ("motion", not self.causal)):
+        for name, default in dependent_defaults(vars(self)).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
         if not 0 <= self.fold < self.parts:
@@ -216,6 +216,11 @@ class VideoTraining(Training):
         return {"auto": user_cache() / "footage", "none": None}.get(self.cache, Path(self.cache))
 
 
+def dependent_defaults(settings: dict[str, Any]) -> dict[str, bool]:
+    """Return the defaults of options that depend on --task and --causal."""
+    return {"flip": settings["task"] != "labels", "motion": not settings["causal"]}
+
+
 def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, Any]:
     """Return the model arguments for data with ``num_classes`` classes."""
     classes = num_classes if config.task == "labels" else TASKS[config.task].num_classes
@@ -256,6 +261,19 @@ def build_model(**arguments: Any) -> LrpeVideoTransformer:
 
 def build(config: VideoTraining) -> LrpeVideoTransformer:
     return build_model(**model_arguments(config))
+
+
+def explain_no_streaming(config: VideoTraining, model: LrpeVideoTransformer) -> str:
+    """Return a message with the reason if ``model.stream`` rejects a model trained with --causal, otherwise ""."""
+    if not config.causal:
+        return ""
+    frames = torch.zeros(1, model.patch_embed.in_chans, config.tubelet, config.size, config.size)
+    try:
+        with torch.no_grad():
+            model.stream(frames)
+    except ValueError as error:
+        return f"--causal: this model can't read a video frame by frame. {error}"
+    return ""
 
 
 def patches(config: VideoTraining) -> int:
@@ -459,10 +477,12 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     def validate(trainer: Trainer) -> dict[str, float]:
         return {"accuracy": 100 * find(trainer, config.frames, config.size).mean().item()}
 
+    model = build_model(**arguments)
+    report(explain_no_streaming(config, model))
     settings = {"model": arguments, "digest": videos.digest}
     steps = partial(shuffle, len(train), config.batch, config.seed)
     batch_of = partial(labelled_batch, config, videos, train)
-    return Work(build_model(**arguments), settings, steps, batch_of, loss, finish, validate)
+    return Work(model, settings, steps, batch_of, loss, finish, validate)
 
 
 def prepare(config: VideoTraining, device: torch.device) -> Work:
@@ -477,6 +497,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
     footage = by_size[config.size]
     starts = torch.from_numpy(footage.starts(span, held_out=False)).to(device)
     held_out_starts(config, footage)  # check --test-frames before training
+    report(explain_no_streaming(config, model))
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
