@@ -328,6 +328,7 @@ def _find_bound(path: str, module: Any, method: str) -> dict[str, Any]:
     if method in vars(module) and not bound:
         raise ValueError(
             f"{path}: expected a module that runs the {method} method of its class, {type(module).__name__}, got one "
-            f"with its own {method}; change frequencies and places before you replace the method"
+            f"with its own {method}; call set_scaling(model, None) before you replace the method, and before diffusers "
+            "adds hooks, as for group offloading"
         )
     return bound

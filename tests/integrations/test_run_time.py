@@ -777,10 +777,28 @@ def test_adapting_keeps_scalings_and_places():
     assert (call_wan(model) - wanted).abs().max() > 1e-3
 
 
-def test_a_forward_of_ones_own_is_refused():
+def replace_forward(rope):
+    forward = rope.forward
+    rope.forward = lambda x: forward(x)
+
+
+def add_diffusers_hook(rope):
+    hooks = pytest.importorskip("diffusers.hooks")
+    hooks.HookRegistry.check_if_exists_or_initialize(rope).register_hook(hooks.ModelHook(), "ours")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("replace", [replace_forward, add_diffusers_hook])
+def test_a_forward_of_ones_own(replace):
+    """It works if it is set after the first change, as the error says."""
     model = wan()
-    forward = model.rope.forward
-    model.rope.forward = lambda x: forward(x)
+    before = call_wan(model)
+    set_scaling(model, None)
+    replace(model.rope)
+    set_scaling(model, partial(ntk_scaling, factor=2.0))
+    assert (call_wan(model) - before).abs().max() > 1e-3
+    model = wan()
+    replace(model.rope)
     with pytest.raises(ValueError, match=r"rope: expected .* the forward method of its class, WanRotaryPosEmbed, got"):
         set_scaling(model, None)
     assert not hasattr(model.rope, "rotation")
