@@ -104,9 +104,9 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
 
 SYNONYMS: dict[str, str] = {
     "rope": "rotate", "rotary": "rotate", "axial": "rotate", "lrpe": "cosine", "mixed": "rotate-mixed",
-    "rotate-mixed": "mixed", "theta": "base", "rope_theta": "base", "learning_rate": "lr", "batch_size": "batch",
-    "num_layers": "depth", "layers": "depth", "embed_dim": "dim", "num_heads": "heads", "optimizer": "opt",
-    "dtype": "precision",
+    "rotate-mixed": "mixed", "flux": "flux1", "theta": "base", "rope_theta": "base", "learning_rate": "lr",
+    "batch_size": "batch", "num_layers": "depth", "layers": "depth", "embed_dim": "dim", "num_heads": "heads",
+    "optimizer": "opt", "dtype": "precision",
 }  # fmt: skip
 
 

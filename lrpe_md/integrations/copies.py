@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 __all__ = [
     "SDPA", "Copier", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods",
-    "is_adapted", "looks_rotary", "original_class", "read_own", "replaced_names", "restore_class",
+    "is_adapted", "looks_rotary", "original_class", "read_own", "recipe_of", "replaced_names", "restore_class",
 ]  # fmt: skip
 
 SDPA = F.scaled_dot_product_attention
@@ -422,3 +422,8 @@ def is_adapted(cls: type) -> bool:
 def original_class(cls: type) -> Any:
     """Return the original of an adapted class. Return None for a subclass of an adapted class."""
     return vars(cls).get(_ORIGINAL)
+
+
+def recipe_of(cls: type) -> Any:
+    """Return the recipe of a derived class. Return None for other classes, and for subclasses of a derived class."""
+    return vars(cls).get(_RECIPE)

@@ -22,6 +22,7 @@ from . import copies
 from .drop_ins import drop_in
 from .fused import fuse
 from .linear_cores import find_core, replace_core
+from .table_modules import Changes, attach, detach
 
 __all__ = ["adapt_rotary", "exchanged_names", "is_pipeline", "models_of", "parts", "restore_rotary"]
 
@@ -187,7 +188,22 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     if impl not in IMPLS:
         raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
     found = parts(model)
-    _restore(found)
+    changes = _restore(found)
+    try:
+        refused = _adapt_parts(model, found, impl, verbose)
+    finally:
+        for path, values in changes.items():
+            attach(path, found[path], values)
+    if verbose:
+        for name, reason in refused.items():
+            print(f"unchanged: {name}, which {reason}")
+    elif refused:
+        warnings.warn(f"adapt_rotary: left unchanged: {', '.join(refused)}", stacklevel=2)
+    return model
+
+
+def _adapt_parts(model: Any, found: dict[str, Any], impl: Impl, verbose: bool) -> dict[str, str]:
+    """Replace the rotary functions of a model's parts. Return the functions that can't be replaced, and why."""
     copier = copies.Copier(DropIns(impl))
     changes = _plan(found, DropIns(impl), copier)
     refused = _find_refused(copier.seen, impl)
@@ -207,12 +223,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
             part.__class__ = cls
         if verbose:
             print(f"adapted: {path or 'model'} ({cls.__name__}): {', '.join(exchanged_names(part))}")
-    if verbose:
-        for name, reason in refused.items():
-            print(f"unchanged: {name}, which {reason}")
-    elif refused:
-        warnings.warn(f"adapt_rotary: left unchanged: {', '.join(refused)}", stacklevel=2)
-    return model
+    return refused
 
 
 def find_rotary(model: nn.Module) -> list[str]:
@@ -257,7 +268,8 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
     return changes
 
 
-def _restore(found: dict[str, Any]) -> None:
+def _restore(found: dict[str, Any]) -> dict[str, Changes]:
+    """Restore the original classes and attributes. Return the changes of frequencies and places that this undoes."""
     adapted = {path: part for path, part in found.items() if copies.is_adapted(type(part))}
     for path, part in adapted.items():
         if copies.original_class(type(part)) is None:
@@ -265,13 +277,15 @@ def _restore(found: dict[str, Any]) -> None:
                 f"{path or 'model'}: expected a class created by adapt_rotary, got its subclass {type(part).__name__}; "
                 "adapt or restore before fully_shard"
             )
+    changes = {path: values for path, part in adapted.items() if (values := detach(part)) is not None}
     for part in found.values():
         vars(part).update(vars(part).pop(_SAVED, {}))
     for part in adapted.values():
         copies.restore_class(part)
+    return changes
 
 
 def restore_rotary(model: Model) -> Model:
-    """Undo :func:`adapt_rotary` in place. A model that is not adapted stays unchanged."""
+    """Undo :func:`adapt_rotary` in place, and changes by ``set_scaling`` and ``set_places`` in third-party modules."""
     _restore(parts(model))
     return model

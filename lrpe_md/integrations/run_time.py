@@ -115,12 +115,20 @@ def _find(model: Any) -> dict[str, Any]:
     modules = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
     found: dict[str, Any] = {path: m for path, m in modules.items() if isinstance(m, FrequencyModule)}
     if not found:
-        device = next((p.device for m in modules.values() for p in m.parameters()), torch.device("cpu"))
-        made = stand_in({path: m for path, m in modules.items() if makes_tables(m)}, device)
+        made = stand_in({path: m for path, m in modules.items() if makes_tables(m)}, _device_of(modules))
         found = {f"{path}.rotation".strip("."): own for path, own in made.items()}
     if not found:
         raise ValueError(f"model: expected a model with encodings, found none in {type(model).__name__}")
     return {path or type(model).__name__: module for path, module in found.items()}
+
+
+def _device_of(modules: dict[str, nn.Module]) -> torch.device:
+    """Return the device that a model runs on. If accelerate offloads it, its parameters are on the meta device."""
+    hooks = [vars(module).get("_hf_hook") for module in modules.values()]
+    devices = [device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None]
+    if devices:
+        return torch.device(devices[0])
+    return next((p.device for module in modules.values() for p in module.parameters()), torch.device("cpu"))
 
 
 def _compute_scaling(path: str, module: Any, scalings: list[Scaling | None]) -> tuple[Tensor | None, Any]:

@@ -11,6 +11,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from ..modules.encodings import RotateMd
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
-from .copies import derive_class, find_method
+from .copies import derive_class, find_method, recipe_of
 
-__all__ = ["TableFrequencies", "makes_tables", "stand_in"]
+__all__ = ["Changes", "TableFrequencies", "attach", "detach", "makes_tables", "stand_in"]
 
 _BOUND = 1e-4  # tolerance of table entries: some modules compute angles in float32
 
@@ -103,7 +104,7 @@ class Formula(NamedTuple):
 
     def agrees(self, rope: Any, args: Sequence[Any]) -> bool:
         """Return whether a module's tables for these arguments match the formula."""
-        made = _split(getattr(rope, self.method)(*args))
+        made = _split(getattr(type(rope), self.method)(rope, *args))  # without the hooks of accelerate
         angles = _angles(self.locate(rope, self.settings, *args), self.omega, torch.device("cpu"))
         bound = max(_BOUND, 4 * torch.finfo(made[0].dtype).eps)
         pairs = zip(made, (angles.cos(), angles.sin()), strict=True)
@@ -124,6 +125,7 @@ class Formula(NamedTuple):
         return torch.cat([sin, cos], -1) if isinstance(made, Tensor) else (cos, sin)
 
 
+Changes: TypeAlias = tuple[TableFrequencies, Formula]  # what a module's tables follow
 _Found: TypeAlias = tuple[Formula, tuple[Any, ...]] | None
 
 
@@ -211,7 +213,7 @@ def _read_places(rope: Any) -> _Found:
     for num_axes, axes_first in ((2, False), (2, True), (3, False), (3, True)):
         steps = torch.cat([torch.zeros(2, num_axes), torch.eye(num_axes)]).long()  # (N, K)
         try:
-            cos, sin = rope.forward(torch.zeros(1), steps.T if axes_first else steps)
+            cos, sin = type(rope).forward(rope, torch.zeros(1), steps.T if axes_first else steps)
         except (RuntimeError, IndexError, ValueError, TypeError):
             continue
         if cos.ndim == 2 and len(cos) == len(steps):
@@ -239,8 +241,8 @@ def read_formula(path: str, module: nn.Module) -> Formula:
                 return found[0]
     raise ValueError(
         f"{path}: expected a module whose tables are known, got {type(module).__name__}; for a language model, set "
-        "rope_parameters in its configuration before you load the model; for any other module, scale its frequencies "
-        "yourself"
+        "rope_parameters in its configuration before you load the model; for any other module, change its frequencies "
+        "yourself, or the coordinates that it receives, such as those scaled by LTX's rope_interpolation_scale"
     )
 
 
@@ -282,13 +284,51 @@ def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, Tabl
     """
     formulas = {path: read_formula(path, module) for path, module in modules.items()}
     for path, formula in formulas.items():
-        module = modules[path]
-        tensors = [*module.parameters(), *module.buffers()]
-        module.rotation = TableFrequencies(
+        _find_bound(path, modules[path], formula.method)
+    made: dict[str, TableFrequencies] = {}
+    for path, formula in formulas.items():
+        tensors = [*modules[path].parameters(), *modules[path].buffers()]
+        made[path] = TableFrequencies(
             formula.omega,
             device=tensors[0].device if tensors else device,
             has_coordinates=formula.locate is _locate_ids,
         )
-        module.formula = formula
-        module.__class__ = StandIn(formula.method).derive(type(module))
-    return {path: modules[path].rotation for path in formulas}
+        attach(path, modules[path], (made[path], formula))
+    return made
+
+
+def attach(path: str, module: Any, changes: Changes) -> None:
+    """Make the tables of a module follow these frequencies, also if accelerate has hooked or unhooked the module."""
+    rotation, formula = changes
+    for name, method in _find_bound(path, module, formula.method).items():
+        vars(module)[name] = MethodType(_with_changes(method.__func__), module)
+    module.rotation, module.formula = rotation, formula
+    module.__class__ = StandIn(formula.method).derive(type(module))
+
+
+def detach(part: Any) -> Changes | None:
+    """Return what :func:`attach` added to an object, or None. The caller restores the class of the object."""
+    if not isinstance(recipe_of(type(part)), StandIn):
+        return None
+    for name, value in vars(part).items():
+        original = getattr(value, "__wrapped__", None) if isinstance(value, MethodType) else None
+        if original is not None and value.__func__ is _with_changes(original):
+            vars(part)[name] = MethodType(original, part)
+    return part.rotation, part.formula
+
+
+def _find_bound(path: str, module: Any, method: str) -> dict[str, Any]:
+    """Return the object's attributes that hold its class's method, which is where accelerate's hooks store it.
+
+    Raises:
+        ValueError: if the object has another function in place of this method.
+    """
+    own = find_method(type(module), method)
+    bound = {n: v for n, v in vars(module).items() if isinstance(v, MethodType) and v.__func__ is own}
+    if method in vars(module) and not bound:
+        raise ValueError(
+            f"{path}: expected a module that runs the {method} method of its class, {type(module).__name__}, got one "
+            f"with its own {method}; call set_scaling(model, None) before you replace the method, and before diffusers "
+            "adds hooks, as for group offloading"
+        )
+    return bound

@@ -425,7 +425,7 @@ class Preset:
                 tokens, registers). A shape (H, W) or (T, H, W), in tokens, stands for an image or a video. Segments of
                 :func:`lrpe_md.compose` are also accepted.
             reference: size to which grids are interpolated if their resolution differs from training. Pass one number,
-                or one per axis, where None skips an axis.
+                or one per axis of the shapes or of the scheme, where None skips an axis.
             start, length: first token and number of tokens of a shard of the sequence.
             device: device of the result if it is a table.
             options: options of the scheme's grids, such as ``fps`` or ``by``; see ``scheme.doc``.
@@ -465,7 +465,7 @@ class Preset:
                         raise ValueError(
                             f"reference: expected None with {self.name}, whose positions are a table, got {reference}"
                         )
-                    grid = grid.interpolate(reference)
+                    grid = grid.interpolate(_expand_reference(reference, tuple(segment), grid.shape))
                 if scheme.apart is not None and number:
                     grid = grid.offset([number * by for by in scheme.apart])
                 parts.append(After(grid, scheme.after, scheme.advance, scheme.whole) if scheme.after else grid)
@@ -579,6 +579,17 @@ def make_preset(
 
 def _heads_matter(frequencies: Axial | Dense) -> bool:
     return isinstance(frequencies, Axial) and (frequencies.by_head or frequencies.across_heads)
+
+
+def _expand_reference(reference: Any, shape: tuple[int, ...], sizes: tuple[Any, ...]) -> Any:
+    """Return a reference for all axes of a grid, from one for the axes of an image's shape, such as (1, H, W)'s."""
+    if not isinstance(reference, (tuple, list)) or len(reference) != len(shape) or len(shape) >= len(sizes):
+        return reference
+    missing = len(sizes) - len(shape)
+    for before in range(missing + 1):
+        if sizes == (1,) * before + shape + (1,) * (missing - before):
+            return (None,) * before + tuple(reference) + (None,) * (missing - before)
+    return reference
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:

@@ -111,7 +111,7 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
         bytes_of = len(prompt.encode())
         if bytes_of > length - 1:
             raise typer.BadParameter(
-                f"--prompt: expected at most {length - 1} bytes, as in the training captions, got {bytes_of}: "
+                f"--prompt: expected at most {length - 1} bytes, as set by --text-length in training, got {bytes_of}: "
                 f"{prompt!r}; shorten it"
             )
     known = run / "words.txt"

@@ -146,24 +146,28 @@ class DypeTables(nn.Module):
         return torch.cat(cos, -1).float(), torch.cat(sin, -1).float()
 
 
+def flux():
+    model = diffusers().FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 14, 14),
+    )  # fmt: skip
+    return randomize(model)
+
+
+FLUX_IDS = torch.cartesian_prod(torch.tensor([0]), torch.arange(8), torch.arange(4)).float()
+FLUX_INPUTS = torch.randn(1, 32, 4), torch.randn(1, 6, 16), torch.randn(1, 16)
+
+
+def call_flux(model):
+    return model(*FLUX_INPUTS, torch.tensor([0.3]), FLUX_IDS, torch.zeros(6, 3), return_dict=False)[0]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("time", [1.0, 0.5, 0.2])
 def test_dype_of_flux(time):
     """Compare with the stock model with hand-made tables."""
-    dims = (4, 14, 14)
-    stock = randomize(
-        diffusers().FluxTransformer2DModel(
-            in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
-            joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=dims,
-        )
-    )  # fmt: skip
+    dims, stock, call = (4, 14, 14), flux(), call_flux
     adapted = adapt_rotary(copy.deepcopy(stock))
-    ids = torch.cartesian_prod(torch.tensor([0]), torch.arange(8), torch.arange(4)).float()
-    x, text, pooled = torch.randn(1, 32, 4), torch.randn(1, 6, 16), torch.randn(1, 16)
-
-    def call(model):
-        return model(x, text, pooled, torch.tensor([0.3]), ids, torch.zeros(6, 3), return_dict=False)[0]
-
     before = call(adapted)
     yarn = partial(dype_yarn_scaling, factor=2.0, time=torch.tensor(time, dtype=torch.float64), original_length=64)
     set_scaling(adapted, (None, yarn, yarn))
@@ -718,6 +722,86 @@ def test_restored_models_are_stock():
     set_places(model, 0, torch.arange(9.0) * 2)
     restore_rotary(model)
     assert torch.equal(call_wan(model), wanted)
+
+
+def hook(model, rope):
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(rope, hooks.ModelHook())
+
+
+def hook_and_unhook(model, rope):
+    hook(model, rope)
+    pytest.importorskip("accelerate.hooks").remove_hook_from_module(rope)
+
+
+def offload(model, rope):
+    pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prepare", [hook, hook_and_unhook, offload])
+@pytest.mark.parametrize(("build", "call", "path"), [(wan, call_wan, "rope"), (flux, call_flux, "pos_embed")])
+def test_models_with_hooks(build, call, path, prepare):
+    """accelerate stores a module's forward on the object, where the method of its class has no effect."""
+    model, scaling = build(), partial(ntk_scaling, factor=2.0)
+    before, other = call(model), copy.deepcopy(model)
+    set_scaling(other, scaling)
+    wanted, rope = call(other), getattr(model, path)
+    assert (wanted - before).abs().max() > 1e-3
+    prepare(model, rope)
+    set_scaling(model, scaling)
+    assert torch.equal(call(model), wanted)
+    if prepare is not offload:  # a copy of an offloaded model has no weights
+        copied = copy.deepcopy(model)
+        set_scaling(copied, None)
+        assert torch.equal(call(copied), before)
+        assert torch.equal(call(model), wanted)
+    pytest.importorskip("accelerate.hooks").remove_hook_from_module(rope)
+    assert torch.equal(call(model), wanted)
+    assert torch.equal(call(restore_rotary(model)), before)
+
+
+@torch.no_grad()
+def test_adapting_keeps_scalings_and_places():
+    model, parts = wan(), nn.ModuleList()
+    set_scaling(model, partial(ntk_scaling, factor=2.0))
+    set_places(model, 0, torch.arange(9.0) * 2)
+    wanted = call_wan(model)
+    for _ in range(2):
+        torch.testing.assert_close(call_wan(adapt_rotary(model)), wanted, **BOUND)
+    parts.append(model.rope)
+    with pytest.raises(TypeError, match="model: expected a model that calls a function to rotate"):
+        adapt_rotary(parts)
+    torch.testing.assert_close(call_wan(model), wanted, **BOUND)
+    set_scaling(model, None)
+    assert (call_wan(model) - wanted).abs().max() > 1e-3
+
+
+def replace_forward(rope):
+    forward = rope.forward
+    rope.forward = lambda x: forward(x)
+
+
+def add_diffusers_hook(rope):
+    hooks = pytest.importorskip("diffusers.hooks")
+    hooks.HookRegistry.check_if_exists_or_initialize(rope).register_hook(hooks.ModelHook(), "ours")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("replace", [replace_forward, add_diffusers_hook])
+def test_a_forward_of_ones_own(replace):
+    """It works if it is set after the first change, as the error says."""
+    model = wan()
+    before = call_wan(model)
+    set_scaling(model, None)
+    replace(model.rope)
+    set_scaling(model, partial(ntk_scaling, factor=2.0))
+    assert (call_wan(model) - before).abs().max() > 1e-3
+    model = wan()
+    replace(model.rope)
+    with pytest.raises(ValueError, match=r"rope: expected .* the forward method of its class, WanRotaryPosEmbed, got"):
+        set_scaling(model, None)
+    assert not hasattr(model.rope, "rotation")
 
 
 def test_buffers_that_were_cast():

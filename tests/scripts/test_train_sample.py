@@ -273,7 +273,10 @@ REFUSED = {
     ),
     "no size": (["--size", "big", "--prompt", "a"], "--size: expected a side or HEIGHTxWIDTH in pixels, got 'big'"),
     "nothing": (["--size", "0x8", "--prompt", "a"], "--size: expected a side or HEIGHTxWIDTH in pixels, got '0x8'"),
-    "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as in the training captions, got 24"),
+    "long": (
+        ["--prompt", "é" * 12],
+        "--prompt: expected at most 23 bytes, as set by --text-length in training, got 24",
+    ),
     "of text": (
         ["--tokens", "5"],
         "--tokens: not supported for a run of `train diffusion`, which only accepts --size, --scale",

@@ -359,6 +359,17 @@ def test_resolution_is_a_position_rule():
     assert torch.equal(table(small)[1:].reshape(14, 10, 2), table(large)[1:].reshape(28, 20, 2)[::2, ::2])
 
 
+@pytest.mark.parametrize(("name", "text"), [("flux1", (7,)), ("flux2", (7,)), ("wan", ()), ("qwen_image", (7,))])
+def test_reference_of_an_image_in_a_scheme_with_more_axes(name, text):
+    """A reference (H, W) belongs to the axes of a shape (H, W), wherever the scheme places them."""
+    p = preset(name)
+    plain = table(p.positions(*text, (6, 10)))[-60:]
+    plain[:, 1:3] /= 2
+    torch.testing.assert_close(table(p.positions(*text, (6, 10), reference=(3, 5)))[-60:], plain)
+    with pytest.raises(ValueError, match=r"reference: expected a positive size, or None, for each of the \d axes"):
+        p.positions(*text, (6, 10), reference=(3,))
+
+
 # --- frequencies of presets ----------------------------------------------------------------------------------
 
 
@@ -462,7 +473,7 @@ def test_changes():
 
 
 BAD = {
-    "unknown name": (r"name: .*got 'flux' \(did you mean 'flux2'", lambda: preset("flux")),
+    "unknown name": (r"name: .*got 'flux' \(did you mean 'flux1'", lambda: preset("flux")),
     "head_dim that can't be shared": (
         r"head_dim: flux1 doesn't support 60: .*multiple of 16 for shares 2 : 7 : 7, got 30",
         lambda: preset("flux1", 60),
