@@ -6,6 +6,7 @@ s_j ω_j.
 """
 
 import copy
+import dataclasses
 import math
 import pickle
 from functools import partial
@@ -357,6 +358,28 @@ def test_resolution_is_a_position_rule():
     p = preset("rope_vit_axial")
     small, large = p.positions(1, (14, 10)), p.positions(1, (28, 20), reference=(14, 10))
     assert torch.equal(table(small)[1:].reshape(14, 10, 2), table(large)[1:].reshape(28, 20, 2)[::2, ::2])
+
+
+@pytest.mark.parametrize("name", ["dinov3", "cosformer", "cogvideox", "mochi"])
+def test_positions_that_scale_with_the_size_are_not_rescaled_again(name):
+    p = preset(name, num_heads=SCHEMES[name].num_heads)
+    shape = (8,) if p.num_axes == 1 else (12, 16)
+    reference = (*(None,) * (p.num_axes - len(shape)), *(n // 2 for n in shape))
+    assert torch.equal(table(p.positions(shape, reference=reference)), table(p.positions(shape)))
+    if p.num_axes == 3:
+        video = p.positions((4, *shape), reference=(2, 6, 8))
+        expected = table(p.positions((4, *shape))) * torch.tensor([0.5, 1, 1], dtype=torch.float64)
+        torch.testing.assert_close(table(video), expected)
+
+
+def test_a_reference_rescales_a_grid_of_limited_size():
+    def limited(shape):
+        if max(shape) > 8:
+            raise ValueError("shape: too large")
+        return Grid(shape).rescale(2.0)
+
+    p = preset(dataclasses.replace(SCHEMES["rope_vit_axial"], grid=limited))
+    assert p.positions((8, 8), reference=4) == Grid((8, 8)).rescale(2.0).interpolate(4)
 
 
 # --- frequencies of presets ----------------------------------------------------------------------------------
