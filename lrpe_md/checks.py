@@ -104,9 +104,9 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
 
 SYNONYMS: dict[str, str] = {
     "rope": "rotate", "rotary": "rotate", "axial": "rotate", "lrpe": "cosine", "mixed": "rotate-mixed",
-    "rotate-mixed": "mixed", "flux": "flux1", "theta": "base", "rope_theta": "base", "learning_rate": "lr",
-    "batch_size": "batch", "num_layers": "depth", "layers": "depth", "embed_dim": "dim", "num_heads": "heads",
-    "optimizer": "opt", "dtype": "precision",
+    "rotate-mixed": "mixed", "theta": "base", "rope_theta": "base", "learning_rate": "lr", "batch_size": "batch",
+    "num_layers": "depth", "layers": "depth", "embed_dim": "dim", "num_heads": "heads", "optimizer": "opt",
+    "dtype": "precision",
 }  # fmt: skip
 
 
@@ -120,7 +120,10 @@ def find_similar(name: Any, known: Iterable[str]) -> str | None:
     if not isinstance(name, str):
         return None
     names, synonym = list(known), SYNONYMS.get(name.lower())
-    return synonym if synonym in names else next(iter(get_close_matches(name, names, n=1)), None)
+    if synonym in names:
+        return synonym
+    close = get_close_matches(name, names, n=5)
+    return min((each for each in close if each.startswith(name)), default=close[0] if close else None)
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:

@@ -447,7 +447,7 @@ class EncodingStack:
         if made is not None:
             if not isinstance(before, Tokens) and made.scheme.tokens is None:
                 before = Tokens(before)
-            return made.positions(before, size, reference=_on_axes(made, reference), device=device)
+            return made.positions(before, size, reference=on_preset_axes(made, reference), device=device)
         tokens = before if isinstance(before, Tokens) else Tokens(before)
         grid = Grid(size) if reference is None else Grid(size).interpolate(reference)
         if tokens.rule == "skip":
@@ -479,7 +479,7 @@ class EncodingStack:
         return first.locate(positions)
 
 
-def _on_axes(made: Preset, reference: Sequence[int | None] | None) -> tuple[int | None, ...] | None:
+def on_preset_axes(made: Preset, reference: Sequence[int | None] | None) -> tuple[int | None, ...] | None:
     """Convert sizes per image or video axis to sizes per preset axis, with None for axes that the preset adds."""
     if reference is None:
         return None

@@ -49,8 +49,8 @@ def show(
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
             with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
             rotate map. You can also pass a list of encodings, or a dict from titles (which may contain mathtext) to
-            encodings. For a model, such as one from :func:`lrpe_md.adapt`, ``model.encoding`` is drawn, with a row per
-            layer if layers differ.
+            encodings. For a model, such as one from :func:`lrpe_md.adapt`, ``model.encoding`` is drawn with positions
+            rescaled to ``model.reference``, with a row per layer if layers differ.
         shape: grid shape (N,), (H, W) or (T, H, W). The default depends on the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
@@ -87,37 +87,36 @@ def show(
     if not isinstance(channels, Sequence):
         raise TypeError(f"channels: expected a list of integers, such as [0, 8], got {channels!r}")
 
-    def view(scheme: Any, title: str | None = None) -> Any:
+    def view(scheme: Any, title: Any, model: Any = None) -> Any:
+        scheme, model = _find_encoding(scheme), scheme if model is None else model
         subject = _prepare(scheme, head_dim, num_heads)
         if title is not None:
-            subject = replace(subject, preset=replace(subject.preset, name=title))
+            subject = replace(subject, preset=replace(subject.preset, name=str(title)))
         made = subject.preset
-        if text and made.scheme.tokens is None:
-            raise ValueError(
-                f"text: {made.name} has no rule for text tokens, got {text}; draw {made.name} without text=, or pass a "
-                "Scheme with tokens="
-            )
+        _check_text(made, text)
         _check_index("head", head, max(made.omega.shape[0], made.num_heads))
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
+        placement = options if "reference" in options else {**options, "reference": _find_reference(model, made, size)}
 
         def locate(*segments: Any) -> Grid | Coordinates:
-            positions = made.positions(*segments, **options)
+            positions = made.positions(*segments, **placement)
             return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
 
         layout = data.lay_out_tokens(locate, size, text, made.scheme.row_major)
         marked = layout.centre if token is None else _check_token(token, layout)
         for channel in channels:
             _check_index("channels", channel, made.omega.shape[1])
-        return make_view(subject, layout, marked, head, channels=channels, maps=maps, options=options)
+        return make_view(subject, layout, marked, head, channels=channels, maps=maps, options=placement)
 
-    scheme = _find_encoding(scheme)
-    if isinstance(scheme, (list, tuple, dict)):
-        if not scheme:
-            raise ValueError(f"scheme: expected one or more encodings, got an empty {type(scheme).__name__}")
-        titled = scheme.items() if isinstance(scheme, dict) else ((None, each) for each in scheme)
-        figure = draw_comparison([view(each, title) for title, each in titled])
+    found = _find_encoding(scheme)
+    if isinstance(found, (list, tuple, dict)):
+        if not found:
+            raise ValueError(f"scheme: expected one or more encodings, got an empty {type(found).__name__}")
+        titled = found.items() if isinstance(found, dict) else ((None, each) for each in found)
+        model = scheme if isinstance(scheme, Module) else None
+        figure = draw_comparison([view(each, title, model) for title, each in titled])
     else:
-        figure = draw(view(scheme))
+        figure = draw(view(scheme, None))
     if dark:
         darken(figure)
     if path is not None:
@@ -125,6 +124,14 @@ def show(
         with rc_context(SAVED):
             figure.savefig(path, dpi=150)
     return figure
+
+
+def _check_text(made: Preset, text: int) -> None:
+    if text and made.scheme.tokens is None:
+        raise ValueError(
+            f"text: {made.name} has no rule for text tokens, got {text}; draw {made.name} without text=, or pass a "
+            "Scheme with tokens="
+        )
 
 
 def _check_index(name: str, value: Any, number: int) -> None:
@@ -159,10 +166,24 @@ def _find_encoding(scheme: Any) -> Any:
     return {f"layer {i}": each for i, each in enumerate(scheme)} if isinstance(scheme, ModuleList) else scheme
 
 
+def _find_reference(model: Any, made: Preset, shape: tuple[int, ...]) -> Any:
+    """Return the sizes, one per axis of the positions, to which a model rescales its grid, or None."""
+    from ..integrations.encoding import on_preset_axes
+
+    reference: Any = getattr(model, "reference", None) if isinstance(model, Module) else None
+    reference = reference(shape) if callable(reference) else reference
+    return reference if isinstance(reference, int) else on_preset_axes(made, reference)
+
+
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
     """Return the subject for a scheme, preset, module or tensor. Frequencies are copied to the CPU."""
     if isinstance(scheme, (str, Scheme)):
         return data.published(scheme, head_dim, num_heads)
+    if isinstance(scheme, dict):
+        raise TypeError(
+            "scheme: expected models whose layers share an encoding, got one with separate encodings per layer; in a "
+            "list or dict, pass model.encoding[i]"
+        )
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
         raise TypeError(
             "scheme: expected a name, a Scheme, a Preset, a module such as RotateMd, a model that stores it as "

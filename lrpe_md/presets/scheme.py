@@ -425,7 +425,8 @@ class Preset:
                 tokens, registers). A shape (H, W) or (T, H, W), in tokens, stands for an image or a video. Segments of
                 :func:`lrpe_md.compose` are also accepted.
             reference: size to which grids are interpolated if their resolution differs from training. Pass one number,
-                or one per axis of the shapes or of the scheme, where None skips an axis.
+                or one per axis of the shapes or of the scheme, where None skips an axis. Axes that the scheme's own
+                rule scales with the size, as in DINOv3, are not interpolated.
             start, length: first token and number of tokens of a shard of the sequence.
             device: device of the result if it is a table.
             options: options of the scheme's grids, such as ``fps`` or ``by``; see ``scheme.doc``.
@@ -465,7 +466,8 @@ class Preset:
                         raise ValueError(
                             f"reference: expected None with {self.name}, whose positions are a table, got {reference}"
                         )
-                    grid = grid.interpolate(_expand_reference(reference, tuple(segment), grid.shape))
+                    sizes = _expand_reference(reference, tuple(segment), grid.shape)
+                    grid = self._interpolate(grid, sizes, tuple(segment), options)
                 if scheme.apart is not None and number:
                     grid = grid.offset([number * by for by in scheme.apart])
                 parts.append(After(grid, scheme.after, scheme.advance, scheme.whole) if scheme.after else grid)
@@ -482,6 +484,30 @@ class Preset:
         if whole is not None and (start, length) == (0, None):
             return whole.to(device)
         return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
+
+    def _interpolate(self, grid: Grid, reference: Any, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid:
+        """Interpolate a grid of this shape on the axes that its own rule doesn't scale."""
+        rescaled = grid.interpolate(reference)
+        if grid.scale is None or isinstance(grid.scale, Tensor):
+            return rescaled
+        skips = self.skips_reference(shape, **options)
+        sizes = (reference,) * self.num_axes if isinstance(reference, int) else reference
+        return grid.interpolate([None if skip else r for skip, r in zip(skips, sizes, strict=True)])
+
+    def skips_reference(self, shape: tuple[int, ...], **options: Any) -> tuple[bool, ...]:
+        """Return, for each axis of a grid, whether :meth:`positions` ignores ``reference``.
+
+        It does if the distance between tokens on this axis already depends on the size of the grid.
+        """
+        scales: list[Any] = []
+        for factor in (1, 2):
+            try:
+                grid = self._place(tuple(factor * n for n in shape), options)
+            except ValueError:  # a grid function may limit the size
+                return (False,) * self.num_axes
+            scale = getattr(grid, "scale", None)
+            scales.append((1.0,) * self.num_axes if scale is None or isinstance(scale, Tensor) else scale)
+        return tuple(a != b for a, b in zip(*scales, strict=True))
 
     def _suggest_grid(self, segments: Sequence[Any], options: Mapping[str, Any]) -> str:
         """Return advice to pass a Grid, or "" if the scheme would not place the same tokens at a grid's indices."""

@@ -230,6 +230,37 @@ def test_a_model_is_drawn_with_its_encoding():
         assert bold_titles(layers) == [r"$\mathbf{layer\ 0}$", r"$\mathbf{layer\ 1}$"]
 
 
+def test_a_model_is_drawn_with_its_reference():
+    model = torch.nn.Module()
+    model.encoding = lrpe_md.RotateMd(16, 2)
+    model.reference = (4, 6)
+    rescaled = lrpe_md.show(model.encoding, (8, 6), reference=(4, 6))
+    assert lrpe_md.show(model, (8, 6)).get_suptitle() == rescaled.get_suptitle()
+    drawn, expected = (
+        each.subfigs[0].axes[0].images[0].get_array() for each in (lrpe_md.show(model, (8, 6)), rescaled)
+    )
+    assert (drawn == expected).all()
+    assert "rescaled" not in lrpe_md.show(model, (8, 6), reference=None).get_suptitle()
+    model.reference = lambda shape: tuple(n // 2 for n in shape)
+    assert "positions rescaled to 4×3" in lrpe_md.show(model, (8, 6)).get_suptitle()
+    model.encoding = lrpe_md.PresetMd("wan", head_dim=16)
+    assert "positions rescaled to –×4×3" in lrpe_md.show(model, (8, 6)).get_suptitle()
+
+
+def test_models_are_compared():
+    model = torch.nn.Module()
+    model.encoding, model.reference = lrpe_md.RotateMd(16, 2), (4, 6)
+    titles = [axis.get_title() for axis in lrpe_md.show({1: model, 0.5: "dinov3"}, (8, 6)).axes]
+    assert titles[0].startswith(r"$\mathbf{1}$")
+    assert titles[0].endswith("positions rescaled to 4×6")
+    assert titles[3].startswith(r"$\mathbf{0.5}$")
+    assert "rescaled" not in titles[3]
+    model.encoding = torch.nn.ModuleList([lrpe_md.RotateMd(16, 2), lrpe_md.RotateMd(16, 2, base=10)])
+    assert "rescaled to 4×6" in lrpe_md.show(model, (8, 6)).axes[0].get_title().replace("\n", " ")
+    with pytest.raises(TypeError, match=r"separate encodings per layer; .* pass model.encoding\[i\]"):
+        lrpe_md.show([model, "dinov3"], (8, 6))
+
+
 def test_text_before_a_grid_is_not_rotated_by_a_module():
     encoding = lrpe_md.CosineMd(16, 2)
     for drawn in (encoding, encoding.get_omega()):
@@ -741,6 +772,8 @@ def test_the_header_names_the_options_of_the_positions():
     assert "positions rescaled to 3×9×14" in visualize.draw(tiny("wan", reference="3x9x14")).get_suptitle()
     assert "positions rescaled to 8×–" in visualize.draw(tiny("rope_vit_axial", reference="8x-")).get_suptitle()
     assert "positions rescaled to 16×16" in visualize.draw(tiny("rope_vit_axial", reference="16")).get_suptitle()
+    assert "positions scaled by the scheme's own rule" in visualize.draw(tiny("dinov3", reference="16")).get_suptitle()
+    assert "positions rescaled to 3×–×–" in visualize.draw(tiny("cogvideox", reference="3x9x14")).get_suptitle()
     title = lrpe_md.show(["rope_vit_axial"], (4, 6), reference=16).axes[0].get_title()
     assert title.endswith(", grid 4×6,\npositions rescaled to 16×16")
 

@@ -6,6 +6,7 @@ s_j ω_j.
 """
 
 import copy
+import dataclasses
 import math
 import pickle
 from functools import partial
@@ -368,6 +369,28 @@ def test_reference_of_an_image_in_a_scheme_with_more_axes(name, text):
     torch.testing.assert_close(table(p.positions(*text, (6, 10), reference=(3, 5)))[-60:], plain)
     with pytest.raises(ValueError, match=r"reference: expected a positive size, or None, for each of the \d axes"):
         p.positions(*text, (6, 10), reference=(3,))
+
+
+@pytest.mark.parametrize("name", ["dinov3", "cosformer", "cogvideox", "mochi"])
+def test_positions_that_scale_with_the_size_are_not_rescaled_again(name):
+    p = preset(name, num_heads=SCHEMES[name].num_heads)
+    shape = (8,) if p.num_axes == 1 else (12, 16)
+    reference = (*(None,) * (p.num_axes - len(shape)), *(n // 2 for n in shape))
+    assert torch.equal(table(p.positions(shape, reference=reference)), table(p.positions(shape)))
+    if p.num_axes == 3:
+        video = p.positions((4, *shape), reference=(2, 6, 8))
+        expected = table(p.positions((4, *shape))) * torch.tensor([0.5, 1, 1], dtype=torch.float64)
+        torch.testing.assert_close(table(video), expected)
+
+
+def test_a_reference_rescales_a_grid_of_limited_size():
+    def limited(shape):
+        if max(shape) > 8:
+            raise ValueError("shape: too large")
+        return Grid(shape).rescale(2.0)
+
+    p = preset(dataclasses.replace(SCHEMES["rope_vit_axial"], grid=limited))
+    assert p.positions((8, 8), reference=4) == Grid((8, 8)).rescale(2.0).interpolate(4)
 
 
 # --- frequencies of presets ----------------------------------------------------------------------------------
