@@ -452,6 +452,8 @@ def test_unsuitable_models_of_timm(tmp_path):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224.none")
     with pytest.raises(typer.BadParameter, match=r"expected a plain timm ViT.*family resnet"):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
+    with pytest.raises(typer.BadParameter, match=r"expected a plain timm ViT.*family deit"):
+        ImageTraining(data=tmp_path, out=tmp_path, model="deit_tiny_distilled_patch16_224")
     for name in ("vit_small_patch16_rope_mixed_224", "eva02_tiny_patch14_224"):
         message = r"got a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm\.py$"
         with pytest.raises(typer.BadParameter, match=message):
