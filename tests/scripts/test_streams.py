@@ -150,11 +150,12 @@ def test_incomplete_shards_are_refused_with_their_last_sample(shards, cut):
 
 def test_patterns_and_test_shards(shards):
     write_shards(shards, (4,), prefix="val")
+    (shards / "._train-000.tar").touch()  # as written by macOS
     train, tests = find_shards(shards)
     assert [path.name for path in train] == ["train-000.tar", "train-001.tar", "train-002.tar"]
     assert [path.name for path in tests] == ["val-000.tar"]
     assert find_shards(shards / "train-{000..001}.tar")[0] == train[:2]
-    assert find_shards(shards / "train-*.tar")[0] == train
+    assert find_shards(shards / "*train-*.tar")[0] == train
     with pytest.raises(StreamError, match="no such shard"):
         find_shards(shards / "train-{000..009}.tar")
     with pytest.raises(StreamError, match="found none"):

@@ -350,7 +350,7 @@ def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
         found = list_visible(path, "*.tar")
     else:
         found = [Path(each) for each in expand_urls(str(path))]
-        found = [each for one in found for each in (sorted(one.parent.glob(one.name)) if "*" in one.name else [one])]
+        found = [each for one in found for each in (list_visible(one.parent, one.name) if "*" in one.name else [one])]
     if not found:
         raise StreamError(f"--data {path}: expected shards (.tar), found none")
     for each in found:
