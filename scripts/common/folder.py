@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import typer
@@ -31,6 +31,16 @@ def require_checkout(option: str) -> None:
 def shown(path: Path) -> str:
     """Format a path for help texts. A path inside the repository is shown relative to the root."""
     return (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
+
+
+def is_hidden(path: PurePath) -> bool:
+    """Return whether a relative path has a hidden part, such as .ipynb_checkpoints or macOS's ._NAME."""
+    return any(part.startswith(".") for part in path.parts)
+
+
+def list_visible(folder: Path, pattern: str = "**/*") -> list[Path]:
+    """Return the paths in a folder that match a pattern, sorted and without hidden ones."""
+    return sorted(path for path in folder.glob(pattern) if not is_hidden(path.relative_to(folder)))
 
 
 class SaveError(OSError):

@@ -75,8 +75,9 @@ def start_from(
     found, before = _read(path)
     settings = settings or {}
     digest, grid = digest_of(found), _find_trained_grid(before, found)
-    is_image = getattr(found.get("patch_embed.proj.weight"), "ndim", 0) == 4
     own, in_file = model.state_dict(), {name: tuple(value.shape) for name, value in found.items()}
+    kernel = in_file.get("patch_embed.proj.weight", ())
+    is_image = len(kernel) == 4
     trained_pixels = None if before else _find_other_pixels(settings, found)
     if trained_pixels:
         found = _convert_pixels(found, *trained_pixels)
@@ -110,8 +111,9 @@ def start_from(
         if trained_pixels:
             said.append("patch_embed converted from pixels with mean {} and std {}".format(*trained_pixels))
         typer.echo(f"Starting from {path}" + (f" ({'; '.join(said)})" if said else ""), err=True)
+        sizes = {"patch": kernel[-1]} if is_image else {}
         for name in ("encoding", "patch"):  # patch weights were resampled
-            ours, trained = ((each or {}).get(name) for each in (settings, before))
+            ours, trained = (each.get(name) for each in (settings, sizes | before))
             if None not in (ours, trained) and ours != trained:
                 typer.echo(f"{path} was trained with --{name} {trained}; this training uses {ours}", err=True)
         if (said := _describe_grids(grid, settings, is_run=bool(before))) is not None:

@@ -150,11 +150,12 @@ def test_incomplete_shards_are_refused_with_their_last_sample(shards, cut):
 
 def test_patterns_and_test_shards(shards):
     write_shards(shards, (4,), prefix="val")
+    (shards / "._train-000.tar").touch()  # as written by macOS
     train, tests = find_shards(shards)
     assert [path.name for path in train] == ["train-000.tar", "train-001.tar", "train-002.tar"]
     assert [path.name for path in tests] == ["val-000.tar"]
     assert find_shards(shards / "train-{000..001}.tar")[0] == train[:2]
-    assert find_shards(shards / "train-*.tar")[0] == train
+    assert find_shards(shards / "*train-*.tar")[0] == train
     with pytest.raises(StreamError, match="no such shard"):
         find_shards(shards / "train-{000..009}.tar")
     with pytest.raises(StreamError, match="found none"):
@@ -452,6 +453,8 @@ def test_unsuitable_models_of_timm(tmp_path):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224.none")
     with pytest.raises(typer.BadParameter, match=r"expected a plain timm ViT.*family resnet"):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
+    with pytest.raises(typer.BadParameter, match=r"expected a plain timm ViT.*family deit"):
+        ImageTraining(data=tmp_path, out=tmp_path, model="deit_tiny_distilled_patch16_224")
     for name in ("vit_small_patch16_rope_mixed_224", "eva02_tiny_patch14_224"):
         message = r"got a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm\.py$"
         with pytest.raises(typer.BadParameter, match=message):

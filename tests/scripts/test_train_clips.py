@@ -173,6 +173,7 @@ def test_many_small_classes_are_named_in_part():
 def test_folders_of_frames_are_refused_with_advice(tmp_path):
     for name in ("left", "right"):
         (tmp_path / "data" / name / "clip").mkdir(parents=True)
+        (tmp_path / "data" / name / "._clip.mp4").touch()
         Image.new("RGB", (8, 8)).save(tmp_path / "data" / name / "clip" / "000.png")
     advice = r"; pictures such as left/clip/000\.png are not read as frames: make a video of each folder of frames"
     with pytest.raises(VideoError, match=f"got no videos{advice}"):

@@ -105,6 +105,8 @@ def test_all_forms_hold_the_same_pairs(folder, tmp_path):
     with zipfile.ZipFile(archive, "w") as packed:
         for path in folder.iterdir():
             packed.write(path, f"inside/{path.name}")
+        packed.writestr("__MACOSX/inside/._red0.png", b"no image")
+    (beside / "._red0.png").write_bytes(b"no image")
     for other in (beside, table, archive):
         assert load(other).digest == found.digest
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import struct
 import zipfile
 from functools import partial
@@ -170,6 +171,23 @@ def test_transparent_and_16_bit_images_are_read_alike_with_and_without_streaming
     for images in (loaded.train.images, loaded.test.images, streamed.test.images):
         assert images.unique_consecutive().tolist() == [255, 128]
     assert [np.unique(streamed.train[i][0]).tolist() for i in range(2)] == [[255], [128]]
+
+
+@pytest.mark.parametrize("write", [write_folders, write_flat])
+def test_hidden_files_are_ignored(tmp_path, write):
+    """Jupyter writes .ipynb_checkpoints into folders, and macOS writes ._NAME next to files."""
+    folder = write(tmp_path / "data")
+    before = [len(each.files) for each in image_data.list_folder(folder)]
+    classes = [path for path in folder.rglob("*") if path.is_dir() and list(path.glob("*.png"))]
+    for path in classes:
+        (path / "._0.png").write_bytes(b"no image")
+    hidden = classes[0].parent / ".ipynb_checkpoints"
+    hidden.mkdir()
+    shutil.copy(classes[0] / "0.png", hidden)
+    train, test = image_data.list_folder(folder)
+    assert [len(train.files), len(test.files)] == before
+    assert len(train.classes) == 2
+    load_images(folder, 8)
 
 
 def test_unsuitable_folders(tmp_path, monkeypatch):
@@ -753,9 +771,10 @@ def test_timms_weights_are_converted_to_the_pixels_of_the_run(name, tmp_path, ca
 def test_patches_of_another_size_are_announced(tmp_path, capsys):
     """Patches are resampled, which reduces accuracy."""
     weights = random_weights(build_model(patch=4))
-    safetensors.torch.save_file(weights, tmp_path / "w.safetensors", {"settings": json.dumps({"patch": 4})})
-    start_from(build_model(patch=8, size=16, test_sizes="24"), tmp_path / "w.safetensors", {"patch": 8})
-    assert "w.safetensors was trained with --patch 4; this training uses 8" in capsys.readouterr().err
+    for about in ({"settings": json.dumps({"patch": 4})}, None):  # from a run, and from timm
+        safetensors.torch.save_file(weights, tmp_path / "w.safetensors", about)
+        start_from(build_model(patch=8, size=16, test_sizes="24"), tmp_path / "w.safetensors", {"patch": 8})
+        assert "w.safetensors was trained with --patch 4; this training uses 8" in capsys.readouterr().err
 
 
 def test_reference_of_weights_is_suggested_and_trained_with(data, tmp_path, capsys):

@@ -100,6 +100,7 @@ def test_missing_and_unreadable_videos(tmp_path):
         find_videos([])
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(b"no video")
+    (tmp_path / "._broken.mp4").touch()
     assert find_videos([tmp_path]) == [broken]
     for name in DECODERS:
         with pytest.raises(VideoError, match=r"broken\.mp4 can't be read"):

@@ -19,6 +19,7 @@ from PIL import Image
 
 from lrpe_md.checks import suggest
 
+from ...common.folder import is_hidden, list_visible
 from .streams import SUFFIXES, measure_image, open_image
 
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
@@ -35,9 +36,9 @@ UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZ
 
 
 def list_files(path: Path) -> dict[str, Read]:
-    """Return the files in a folder or a zip by name. Names are relative paths with forward slashes."""
+    """Return the visible files in a folder or a zip by name. Names are relative paths with forward slashes."""
     if path.is_dir():
-        return {p.relative_to(path).as_posix(): p.read_bytes for p in path.rglob("*") if p.is_file()}
+        return {p.relative_to(path).as_posix(): p.read_bytes for p in list_visible(path) if p.is_file()}
     if not path.exists():
         raise typer.BadParameter(f"--data {path}: no such file or folder; {REMEDY}")
     try:
@@ -46,6 +47,8 @@ def list_files(path: Path) -> dict[str, Read]:
         raise typer.BadParameter(f"--data {path}: can't be read as a zip ({error}); {REMEDY}") from error
     files: dict[str, Read] = {}
     for info in archive.infolist():
+        if is_hidden(PurePosixPath(info.filename)):
+            continue
         if info.filename in files:
             raise typer.BadParameter(f"--data {path}: {info.filename} appears twice; remove one")
         if not info.is_dir():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...common.devices import sent
+from ...common.folder import list_visible
 from ...common.options import plural
 from .images import TEST_FOLDERS
 from .streams import hold_out
@@ -141,11 +142,11 @@ def load_labelled(
         raise VideoError(f"--data {' '.join(map(str, paths))}: {REMEDY}, got {got}")
     root, test = paths[0], next((paths[0] / name for name in TEST_FOLDERS if (paths[0] / name).is_dir()), None)
     roots = [root / "train", test] if test is not None and (root / "train").is_dir() else [root]
-    found = [(p, part) for part in roots for p in sorted(part.glob("*/**/*")) if p.suffix.lower() in SUFFIXES]
+    found = [(p, part) for part in roots for p in list_visible(part, "*/**/*") if p.suffix.lower() in SUFFIXES]
     classes = [p.relative_to(part).parts[0] for p, part in found]
     names = sorted(set(classes))
     if len(names) < 2:
-        outside = sum(p.suffix.lower() in SUFFIXES for p in root.iterdir())
+        outside = sum(p.suffix.lower() in SUFFIXES for p in list_visible(root, "*"))
         got = f"{plural(outside, 'video')} outside any class folder" if outside else "no videos"
         got += "" if outside else advise_on_pictures(root)
         raise VideoError(f"--data {root}: {REMEDY}, got {f'one class, {names[0]}' if names else got}")

@@ -11,6 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
+from ...common.folder import list_visible
 from .buckets import Buckets, Shape, Sizes
 from .captions import SUFFIXES as IMAGES
 from .captions import read_text
@@ -26,7 +27,7 @@ def is_footage(path: Path) -> bool:
     """
     if not path.is_dir():
         return path.suffix.lower() in SUFFIXES
-    there = {each.suffix.lower() for each in path.rglob("*")}
+    there = {each.suffix.lower() for each in list_visible(path)}
     if there & set(SUFFIXES) and there & set(IMAGES):
         raise typer.BadParameter(
             f"--data {path}: expected images or videos, got both; pass a folder with only one kind"

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...common.devices import sent
+from ...common.folder import list_visible
 from ...common.options import plural
 from .records import choose_subset
 from .streams import (
@@ -208,12 +209,12 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
     check_folder(path)
     tests = [path / name for name in TEST_FOLDERS if (path / name).is_dir()]
     roots = [path / "train", tests[0]] if (path / "train").is_dir() and tests else [path]
-    found = [sorted(p for p in root.glob("*/**/*") if p.suffix.lower() in SUFFIXES) for root in roots]
-    names = [sorted(p.name for p in root.iterdir() if p.is_dir()) for root in roots]
+    found = [[p for p in list_visible(root, "*/**/*") if p.suffix.lower() in SUFFIXES] for root in roots]
+    names = [[p.name for p in list_visible(root, "*") if p.is_dir()] for root in roots]
     if len(roots) == 1:
         names = [sorted({p.relative_to(path).parts[0] for p in found[0]})]
         if len(names[0]) < 2:
-            outside = sum(p.suffix.lower() in SUFFIXES for p in path.iterdir())
+            outside = sum(p.suffix.lower() in SUFFIXES for p in list_visible(path, "*"))
             got = f"{plural(outside, 'image')} outside any class folder" if outside else "no images"
             if names[0] == ["train"]:
                 got = f"train, but none of {', '.join(TEST_FOLDERS)}; add one, or pass --data {path / 'train'}"

@@ -22,7 +22,7 @@ import typer
 from PIL import ExifTags, Image, ImageOps
 
 from ...common.cache import user_cache
-from ...common.folder import SaveError, save_whole
+from ...common.folder import SaveError, list_visible, save_whole
 from ..order import DataError
 
 T = TypeVar("T")
@@ -347,10 +347,10 @@ def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
     from webdataset.shardlists import expand_urls
 
     if path.is_dir():
-        found = sorted(path.glob("*.tar"))
+        found = list_visible(path, "*.tar")
     else:
         found = [Path(each) for each in expand_urls(str(path))]
-        found = [each for one in found for each in (sorted(one.parent.glob(one.name)) if "*" in one.name else [one])]
+        found = [each for one in found for each in (list_visible(one.parent, one.name) if "*" in one.name else [one])]
     if not found:
         raise StreamError(f"--data {path}: expected shards (.tar), found none")
     for each in found:

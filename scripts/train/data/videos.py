@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from ...common.cache import digest_file, kept
 from ...common.devices import sent
+from ...common.folder import list_visible
 from .captions import SUFFIXES as IMAGES
 
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
@@ -49,7 +50,7 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
             raise VideoError(
                 f"--data {path}: no such file or folder; expected a video ({', '.join(SUFFIXES)}) or a folder of videos"
             )
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        inside = [p for p in list_visible(path) if p.suffix.lower() in SUFFIXES] if path.is_dir() else [path]
         if not inside:
             raise VideoError(
                 f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none"
@@ -68,7 +69,7 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
 
 def advise_on_pictures(folder: Path) -> str:
     """Return advice on training on frames stored as pictures, to append to an error, or "" if there are no pictures."""
-    first = next((path for path in sorted(folder.rglob("*")) if path.suffix.lower() in IMAGES), None)
+    first = next((path for path in list_visible(folder) if path.suffix.lower() in IMAGES), None)
     if first is None:
         return ""
     return (

@@ -237,7 +237,7 @@ def find_patch(name: str) -> int:
             model: Any = create_model(name, pretrained=False)
     except RuntimeError as error:  # the pretrained tag is unknown
         raise typer.BadParameter(f"--model {name}: {error}") from error
-    if not isinstance(model, VisionTransformer):
+    if type(model) is not VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         family = f"a model of the family {type(model).__module__.rpartition('.')[2]}"
         if getattr(model, "rope", None) is not None:
             family = "a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm.py"
