@@ -49,7 +49,8 @@ def convert_pairs(
     if size % head_dim or num_heads not in (None, size // head_dim):
         heads = "H" if num_heads is None else num_heads
         raise ValueError(
-            f"weight: expected {heads} heads of {head_dim} channels along dim {dim}, got {size} ({tuple(weight.shape)})"
+            f"weight: expected {heads} heads of {head_dim} channels along dim {dim}, got {size} channels in a tensor "
+            f"of shape {tuple(weight.shape)}"
         )
     start, width = rotary_slice(rotary_dim, head_dim)
     (was, was_blocks), (becomes, becomes_blocks) = (check_pairs(p, width // 2) for p in (source, target))

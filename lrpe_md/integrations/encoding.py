@@ -129,8 +129,8 @@ def build_encoding(
     elif isinstance(encoding, str) or not callable(encoding):
         expected = (
             "'cosine', 'rotate', 'mixed', 'none', a name from lrpe_md.list_presets(), None, a Preset, a Scheme, an "
-            "nn.Module, a factory (head_dim, num_heads) -> nn.Module, or the name of your own scheme, after you import "
-            "the module that registers it"
+            "nn.Module, a factory (head_dim, num_heads) -> nn.Module, or the name of a scheme registered by an "
+            "imported module"
         )
         remedy = REMEDIES.get(str(encoding), "")
         known = () if remedy else (*RESERVED, *list_presets())

@@ -217,7 +217,7 @@ def _call(name: str, function: Callable[..., Tensor], args: tuple[Any, ...], sha
     check_precise(name, found.dtype)
     if found.shape not in shapes:
         expected = " or ".join(map(str, dict.fromkeys(shapes)))
-        raise ValueError(f"{name}: expected a function that returns {expected}, got {tuple(found.shape)}")
+        raise ValueError(f"{name}: expected a function that returns shape {expected}, got {tuple(found.shape)}")
     return found
 
 

@@ -66,7 +66,7 @@ class LinearPlace(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Index into STATES. The last tile of most rows is for all larger states."""
+        """Index into STATES. In most rows, the last tile is used for all larger states."""
         is_last = self.width == len(TILES[self.stage]) - 1 and self.stage not in (*ONE_PASS, LinearPass.DELTA_KEYS)
         return len(STATES) - 1 if is_last else self.width
 

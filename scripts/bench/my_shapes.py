@@ -329,7 +329,7 @@ def choose_maps(map: str, pairs: str, linear_too: bool, shapes: Shapes) -> list[
     """Return the maps to measure, or raise an error if they don't support the other options."""
     choose("--map", [map], ("rotate", "cosine", "both"))
     if map == "cosine" and pairs != "half":
-        raise typer.BadParameter(f"--pairs {pairs}: only works with --map rotate; leave it out")
+        raise typer.BadParameter(f"--pairs {pairs}: only works with --map rotate; leave out --pairs")
     if linear_too and (shapes.key_heads or pairs != "half"):
         raise typer.BadParameter("--linear: only supports --pairs half, without --kv-heads; leave those options out")
     return ["rotate", "cosine"] if map == "both" else [map]

@@ -71,7 +71,7 @@ def main(
     repeat: Annotated[
         int,
         typer.Option(
-            min=0, help="Number of consecutive seeds per compiled variant; 0 chooses 20 on a GPU, and 1 on a CPU."
+            min=0, help="Number of consecutive seeds per compiled variant; 0 means 20 on a GPU and 1 on a CPU."
         ),
     ] = 0,
 ) -> None:

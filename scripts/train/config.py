@@ -146,7 +146,7 @@ class Training:
         choose("--sharding", [self.sharding], ("ddp", "fsdp"))
         parse_betas(self.betas, self.opt)
         if self.turn is not None and not self.seconds:
-            raise typer.BadParameter(f"--turn {self.turn}: only works with --seconds; leave it out")
+            raise typer.BadParameter(f"--turn {self.turn}: only works with --seconds; leave out --turn")
         if self.turn is not None and (self.turn.is_dir() or not self.turn.parent.is_dir()):
             raise typer.BadParameter(
                 f"--turn {self.turn}: expected a file in an existing folder; create the folder first"

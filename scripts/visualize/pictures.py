@@ -244,8 +244,8 @@ def main(
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
     if compare and len(views) < 2:
         raise typer.BadParameter(
-            "--compare: expected several presets, got one; pass --preset for each, or leave it out. To compare other "
-            "encodings, such as several bases, pass a dict to lrpe_md.show in Python"
+            "--compare: expected several presets, got one; pass --preset for each, or leave out --compare. To compare "
+            "other encodings, such as several bases, pass a dict to lrpe_md.show in Python"
         )
     _make_folder(out)
     if compare:
@@ -266,7 +266,7 @@ def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, A
     for option, value in unused.items():
         if value is not None:
             raise typer.BadParameter(
-                f"{option}: can't be used with --preset, which sets it, got {value!r}; leave it out, because "
+                f"{option}: can't be used with --preset, which sets it, got {value!r}; leave out {option}, because "
                 "figures of presets also show the similarity for the other map and axis order"
             )
     schemes = _find_schemes(list_presets() if preset == ["all"] else preset)

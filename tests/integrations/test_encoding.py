@@ -164,7 +164,7 @@ WRONG = [
     ("eva02", {"heads": "own"}, "heads: expected None with a preset"),
     (CosineMd(24), {"sharing": "layer"}, "encoding_kwargs: can't be used with a module"),
     (None, {"sharing": "layer"}, "encoding_kwargs: expected only act and dim"),
-    ("unregistered", {}, "name of your own scheme, after you import the module that registers it"),
+    ("unregistered", {}, "or the name of a scheme registered by an imported module, got 'unregistered'"),
 ]
 
 

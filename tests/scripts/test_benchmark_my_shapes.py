@@ -169,7 +169,7 @@ REFUSED = {
     "pairs": (("--pairs", "thirds"), "--pairs: unknown 'thirds'"),
     "pairs of cosine": (
         ("--map", "cosine", "--pairs", "interleaved"),
-        "--pairs interleaved: only works with --map rotate; leave it out",
+        "--pairs interleaved: only works with --map rotate; leave out --pairs",
     ),
     "linear": (("--linear", "--kv-heads", "1"), "--linear: only supports --pairs half, without --kv-heads"),
     "memory": (("--batch", "1000000", "--grid", "512x512"), "GiB are free; use --batch"),

@@ -199,6 +199,10 @@ def test_hugging_face_data_sets(hub, tmp_path):
     two = datasets.Dataset.from_dict({"text": ["a"], "caption": ["b"]})
     with pytest.raises(StreamError, match="expected at most one column each"):
         HubSource(two, "two")
+    plain = HubSource(datasets.Dataset.from_dict({"title": ["a"]}), "plain")
+    for name, remedy in (("kind", "use --label to name the column with classes"), ("caption", "rename the column")):
+        with pytest.raises(StreamError, match=f"expected a column named '{name}', got title; {remedy}"):
+            plain.list_values(name)
 
 
 def test_transparent_and_rotated_images():

@@ -105,8 +105,14 @@ def test_classes_without_training_videos_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"segment": 30}, "--segment 30: does not work with --task labels, which tests whole videos; leave it out"),
-        ({"task": "order", "sampling": "uniform"}, "--sampling uniform: only works with --task labels; leave it out"),
+        (
+            {"segment": 30},
+            "--segment 30: does not work with --task labels, which tests whole videos; leave out --segment",
+        ),
+        (
+            {"task": "order", "sampling": "uniform"},
+            "--sampling uniform: only works with --task labels; leave out --sampling",
+        ),
     ],
 )
 def test_options_of_other_tasks_are_refused(folder, tmp_path, options, message):

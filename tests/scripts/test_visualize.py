@@ -835,7 +835,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "wan", "--compare"], "--compare: expected several presets, got one; pass --preset for each"),
     (["--frequencies", "axial", "--compare"], "such as several bases, pass a dict to lrpe_md.show in Python"),
-    (["-p", "wan", "--map", "cosine"], "leave it out, because figures of presets also show the similarity for the"),
+    (["-p", "wan", "--map", "cosine"], "leave out --map, because figures of presets also show the similarity for the"),
     (["-p", "."], "expected a name or a file, got a folder, '.'; to plot a trained run, call lrpe_md.show(load_run("),
     (["-p", "rotate"], "--preset: 'rotate' is not a preset; to plot it, pass --frequencies axial"),
     (["wan"], "unexpected extra argument(s) (wan); to plot it, try: -p wan"),

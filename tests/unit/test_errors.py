@@ -359,7 +359,7 @@ BAD = {
         lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.ones(num).bfloat16())),
     ),
     "a longer series of a scheme": (
-        ValueError, r"series: expected a function that returns \(2,\) or \(1, 2\), got \(3,\)$",
+        ValueError, r"series: expected a function that returns shape \(2,\) or \(1, 2\), got \(3,\)$",
         lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.ones(num + 1))),
     ),
     "a scheme's omega in 16 bits": (
@@ -367,7 +367,7 @@ BAD = {
         lambda: scheme_of(lrpe_md.Dense(2, lambda channels, heads, base, generator: pairs.half(), 10.0)),
     ),
     "a scheme's omega without heads": (
-        ValueError, r"omega: expected a function that returns \(1, 4, 2\), got \(4, 2\)$",
+        ValueError, r"omega: expected a function that returns shape \(1, 4, 2\), got \(4, 2\)$",
         lambda: scheme_of(lrpe_md.Dense(2, lambda channels, heads, base, generator: pairs[0], 10.0)),
     ),
     "a tensor instead of a series": (

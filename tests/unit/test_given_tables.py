@@ -185,7 +185,7 @@ BAD = {
     ),
     "too many rows": (
         ValueError,
-        r"tables: expected at most 12 tokens \(x's N\), got prefix 1 \+ 12 rows",
+        r"tables: expected at most 12 tokens \(x's N\), got a prefix of 1 and 12 rows in tables of shape \(12, 8\)",
         {"tables": TABLES, "prefix": 1},
     ),
     "too few rows": (

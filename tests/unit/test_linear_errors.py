@@ -78,7 +78,7 @@ ERRORS = {
     },
     # normaliser
     r"normalizer: expected one of \('unrotated', 'encoded', 'none'\), got 'l2'": {"normalizer": "l2"},
-    r"normalizer: 'unrotated' needs .* never negative, one of \('relu', .*\), .* got act='silu'": {"act": "silu"},
+    r"normalizer: 'unrotated' needs .* never negative, one of \('relu', .*\), got act='silu'": {"act": "silu"},
     r"normalizer: 'unrotated' needs .*, got act='none'": {"act": "none"},
     r"eps: expected a finite positive number, got 0": {"eps": 0},
     r"eps: expected a finite positive number, got nan": {"eps": float("nan")},

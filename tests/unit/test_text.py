@@ -476,7 +476,7 @@ X = torch.zeros(2, 4, 5, 8)
         ),
         (
             lambda: convert_pairs(torch.ones(20, 3), "half", "interleaved", head_dim=8), ValueError,
-            r"weight: expected H heads of 8 channels along dim 0, got 20 \(\(20, 3\)\)",
+            r"weight: expected H heads of 8 channels along dim 0, got 20 channels in a tensor of shape \(20, 3\)",
         ),
         (
             lambda: convert_pairs(torch.ones(16, 3), "half", "interleaved", head_dim=8, num_heads=4), ValueError,

@@ -141,7 +141,7 @@ def check_heads(name: str, t: Tensor, dim: int, x: Any) -> None:
     if t.shape[dim] % ranks:
         raise ValueError(
             f"{name}: expected a multiple of {ranks} heads (the number of ranks) or 1 shared head, got {t.shape[dim]} "
-            f"({tuple(t.shape)}); redistribute x, or shard its batch or tokens"
+            f"in a tensor of shape {tuple(t.shape)}; redistribute x, or shard its batch or tokens"
         )
 
 

@@ -116,14 +116,14 @@ def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> La
     looks_transposed = xs[0].shape[1] == num_prefix + num_rows
     if num_prefix + num_rows > num_tokens:
         raise ValueError(
-            f"tables: expected at most {num_tokens} tokens (x's N), got prefix {num_prefix} + {num_rows} rows "
-            f"({tuple(tables.cos_sin.shape)})" + TRANSPOSE * looks_transposed
+            f"tables: expected at most {num_tokens} tokens (x's N), got a prefix of {num_prefix} and {num_rows} rows "
+            f"in tables of shape {tuple(tables.cos_sin.shape)}" + TRANSPOSE * looks_transposed
         )
     if prefix is None and num_rows < num_tokens:
         raise ValueError(
-            f"tables: expected a row for each of the {num_tokens} tokens (x's N), got {num_rows} rows "
-            f"({tuple(tables.cos_sin.shape)}). Pass longer tables, or prefix=, the number of tokens before the first "
-            "row, if the other tokens have no position" + TRANSPOSE * looks_transposed
+            f"tables: expected a row for each of the {num_tokens} tokens (x's N), got {num_rows} rows in "
+            f"tables of shape {tuple(tables.cos_sin.shape)}. Pass longer tables, or prefix=, the number of tokens "
+            "before the first row, if the other tokens have no position" + TRANSPOSE * looks_transposed
         )
     return tables.lay_out(num_tokens)
 
@@ -147,7 +147,7 @@ def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
         heads = ", ".join(str(tensor.shape[1]) for tensor in xs)
         raise ValueError(
             f"{name}: expected 1 head or the number of key heads, a divisor of x's heads ({heads}), got {shape[1]} "
-            f"({shape})"
+            f"in a tensor of shape {shape}"
         )
 
 

@@ -100,7 +100,8 @@ def validate(
         first_name, first = head_tensors[0]
         if t.shape[0] != first.shape[0]:
             raise ValueError(
-                f"{name}: expected 1 head or {first_name}'s {first.shape[0]}, got {t.shape[0]} ({tuple(t.shape)})"
+                f"{name}: expected 1 head or {first_name}'s {first.shape[0]}, got {t.shape[0]} in a tensor of shape "
+                f"{tuple(t.shape)}"
             )
     tables = Tables(omega, phase, place.coords, place.origin, place.affine, place.rotated, amplitude)
     if options.norm is not None:
@@ -232,7 +233,7 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
         if t.shape[0] < 1 or tensor.shape[1] % t.shape[0]:
             raise ValueError(
                 f"{name}: expected 1 head or the number of key heads, a divisor of x's {tensor.shape[1]} heads, got "
-                f"{t.shape[0]} ({tuple(t.shape)})"
+                f"{t.shape[0]} in a tensor of shape {tuple(t.shape)}"
             )
 
 

@@ -115,7 +115,9 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
         raise ValueError("directions: 'both' needs block=, the number of tokens in a frame, got None")
     if directions == "both" and (arguments.state or options.return_state):
         name = "state" if arguments.state else "return_state"
-        raise ValueError(f"{name}: expected None with directions='both', which needs the whole sequence; leave it out")
+        raise ValueError(
+            f"{name}: expected None with directions='both', which needs the whole sequence; leave out {name}"
+        )
     memory = "sum" if arguments.decay is None and (rule, directions) == ("add", "forward") else rule
     memory = f"{rule} both" if directions == "both" else memory
     return Attention(options.normalizer, mask, block or 0, float(options.eps), memory)
@@ -206,7 +208,8 @@ def _check_values(v: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"v: expected q's dtype and device, {q.dtype} on {q.device}, got {v.dtype} on {v.device}")
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"k: expected a number of heads that divides q's {q.shape[1]} (GQA), got {k.shape[1]} ({tuple(k.shape)})"
+            f"k: expected a number of heads that divides q's {q.shape[1]} (GQA), got {k.shape[1]} in a tensor of shape "
+            f"{tuple(k.shape)}"
         )
 
 

@@ -413,9 +413,10 @@ class HubSource:
         names = {new: key for key, new in self.renamed.items()}
         column = names.get(name, name)
         if column not in self.data.features:
+            is_caption = name == "caption"
+            remedy = "rename the column with captions" if is_caption else "use --label to name the column with classes"
             raise StreamError(
-                f"--data {self.name}: expected a column {name}, got {', '.join(self.data.features)}; name it with "
-                "--label"
+                f"--data {self.name}: expected a column named {name!r}, got {', '.join(self.data.features)}; {remedy}"
             )
         return self.data.with_format(None)[column][:]
 

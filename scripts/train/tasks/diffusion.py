@@ -133,7 +133,7 @@ class DiffusionTraining(GenerativeTraining):
     scale: float = option(3.0, "Guidance scale for sampling; 1 disables guidance.", free=True, least=0, panel=RUN)
     sampler: str = option("heun", f"Sampler: one of {', '.join(SAMPLERS)}.", free=True, panel=RUN)
     sample_steps: int = option(
-        50, "Sampling steps; a step of heun calls the model twice.", free=True, least=1, panel=RUN
+        50, "Number of sampling steps; with heun, each step calls the model twice.", free=True, least=1, panel=RUN
     )
     samples: int = option(12, "Number of held-out conditions to sample.", free=True, least=1, panel=RUN)
     sample_every: int = option(
@@ -170,7 +170,9 @@ class DiffusionTraining(GenerativeTraining):
 
     def _check_sizes(self) -> None:
         if self.latents is None:
-            check_ignored(self, "vae", "only works with latents; leave it out, or pass the output of `train latents`")
+            check_ignored(
+                self, "vae", "only works with latents; pass the output of `train latents`, or leave out --vae"
+            )
             for name, size in (("--size", self.size), ("--test-size", self.test_size)):
                 if size % self.patch:
                     raise typer.BadParameter(f"{name}: expected a multiple of {self.patch}, got {size}")

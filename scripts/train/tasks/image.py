@@ -117,9 +117,9 @@ class ImageTraining(Training):
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option(
         "auto",
-        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto tests at sides 4 "
-        "patches shorter and longer than --size, and at --size with the longer width; for idx files, it tests at "
-        "20,40,56,28x40. To test a finished run at other sizes, repeat its command with different --test-sizes.",
+        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. With auto, both "
+        "sides of --size grow or shrink by 4 patches, or only the width grows; idx files are tested at 20,40,56,28x40. "
+        "To test a finished run at other sizes, repeat its command with different --test-sizes.",
         free=True,
     )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
@@ -139,7 +139,7 @@ class ImageTraining(Training):
     )  # fmt: skip
     encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", IMAGES.attention_help)
-    patch: int = option(0, "Height and width of a patch, in pixels; 0 chooses 2 for idx files, 16 otherwise.", least=0)
+    patch: int = option(0, "Height and width of a patch, in pixels; 0 means 2 for idx files and 16 otherwise.", least=0)
     dim: int = option(192, "Embedding width.", least=1)
     depth: int = option(8, "Number of blocks.", least=1)
     heads: int = option(3, "Number of attention heads.", least=1)
@@ -153,7 +153,9 @@ class ImageTraining(Training):
         self._choose_sizes()
         super().__post_init__()
         if self.without and not self.label:
-            raise typer.BadParameter(f"--without {self.without}: only works with --label; add --label, or leave it out")
+            raise typer.BadParameter(
+                f"--without {self.without}: only works with --label; add --label, or leave out --without"
+            )
         if self.dataset:
             check_ignored(self, "label without stream", "does not work with --dataset; leave one of them out")
         elif self.stream or is_stream(self.data):

@@ -55,7 +55,7 @@ SCALINGS: dict[str, Callable[[float, int], Scaling]] = {
     "ntk": lambda factor, trained: partial(ntk_scaling, factor=factor),
     "yarn": lambda factor, trained: partial(yarn_scaling, factor=factor, original_length=trained),
 }
-UNSCALED = "has no effect, because --encoding none has no frequencies to scale; leave it out"
+UNSCALED = "has no effect, because --encoding none has no frequencies to scale; leave out --scaling"
 DEFAULT_LENGTHS = "512,1024,2048,4096,8192"
 EVAL_BYTES = 2**18
 EVAL_TOKENS = 2**16  # tokens in an evaluation batch, and in the validation text
@@ -137,7 +137,7 @@ class LmTraining(Training):
             if name == "yarn" and encoding.learnable == "raw":  # raw frequencies may become negative in training
                 raise typer.BadParameter(
                     f"--scaling yarn: needs a decreasing geometric series of frequencies, but --encoding "
-                    f"{self.encoding} learns each frequency; leave it out"
+                    f"{self.encoding} learns each frequency; leave out yarn"
                 )
 
     @property
@@ -189,7 +189,7 @@ def rescale(model: nn.Module, scaling: str, factor: float, trained: int, encodin
     except ValueError as error:
         reason = str(error).removeprefix("scaling: ")
         raise typer.BadParameter(
-            f"--scaling {scaling}: not supported with --encoding {encoding} ({reason}); leave it out"
+            f"--scaling {scaling}: not supported with --encoding {encoding} ({reason}); leave out {scaling}"
         ) from error
 
 

@@ -168,9 +168,10 @@ class VideoTraining(Training):
                         f"--{option_name.replace('_', '-')}: expected a multiple of {by}{least}, got {value}"
                     )
         if self.task == "labels":
-            check_ignored(self, "segment", "does not work with --task labels, which tests whole videos; leave it out")
+            reason = "does not work with --task labels, which tests whole videos; leave out --segment"
+            check_ignored(self, "segment", reason)
         else:
-            check_ignored(self, "sampling", "only works with --task labels; leave it out")
+            check_ignored(self, "sampling", "only works with --task labels; leave out --sampling")
         multiple = 1 if self.task == "labels" else TASKS[self.task].multiple
         for name, value in (("--frames", self.frames), ("--test-frames", self.test_frames or 0)):
             if value % multiple:
@@ -180,7 +181,7 @@ class VideoTraining(Training):
         if self.window and not (self.causal and "softmax" in VIDEOS.split_attention(self.attention)):
             raise typer.BadParameter(
                 f"--window {self.window}: only works with --causal and softmax attention in some layers; pass both, or "
-                "leave it out"
+                "leave out --window"
             )
         check_width("--dim", self.dim, self.heads)
         self.check_encoding(build_model, model_arguments(self))
