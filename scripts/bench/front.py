@@ -26,8 +26,8 @@ SHOWN = {  # from names in the comparison to names in the plot
 
 def fastest_shares(rows: pd.DataFrame) -> Any:
     """Return the share of the fastest peer with each label, by label and workload."""
-    rows = rows[rows.peer.isin(list(PEERS))]
-    return rows.assign(label=rows.peer.map(PEERS)).groupby(["label", "workload"]).share.max()
+    known: Any = rows[rows.peer.isin(list(PEERS))]
+    return known.assign(label=known.peer.map(PEERS)).groupby(["label", "workload"]).share.max()
 
 
 def plot_speed(rows: pd.DataFrame, path: Path) -> bool:
