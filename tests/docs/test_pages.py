@@ -326,6 +326,38 @@ def test_losses_at_other_sizes_are_measured():
     assert f"rotation {rotate} points and a sine-cosine table {sincos}." in text
 
 
+def half_width(differences):
+    """Return the half-width of the 95% confidence interval (Student's t) of three or five differences."""
+    return {3: 4.303, 5: 2.776}[len(differences)] * differences.sem()
+
+
+def test_differences_on_digits_at_other_sizes_are_measured():
+    rows = pd.read_csv(ROOT / "scripts" / "results" / "ablate-digits" / "results.csv", keep_default_na=False)
+    rows = rows[(rows.positions == "rescaled") & (rows.attention == "softmax")]
+    values = rows.astype({"value": float}).set_index(["encoding", "size", "seed"]).value.sort_index()
+    ahead = values["sincos"] - values["rotate"]
+    twice, larger = ahead["16x16"], ahead.drop("8x8").groupby("size").mean()
+    assert (twice > 0).all()
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    claim = f"the difference is {twice.mean():.0f} ± {half_width(twice):.0f} points."
+    assert f"The table was ahead with all three seeds, but {claim}" in text
+    assert (larger > 0).all()
+    readme = " ".join(README.read_text(encoding="utf-8").split())
+    assert "was ahead on average at larger sizes with mapped positions.*" in readme
+
+
+def test_bits_per_byte_of_long_texts_are_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    rows = pd.read_csv(ROOT / "scripts" / "results" / "ablate-lm" / "results.csv", keep_default_na=False)
+    means = rows.astype({"value": float}).groupby(["encoding", "positions", "size"]).value.mean()
+    stretched, cosine = (
+        "{:.2f}, {:.2f} and {:.2f}".format(*(means[name][size] for size in ("2048", "4096", "8192")))
+        for name in (("rotate", "yarn"), ("cosine-softplus", "none"))
+    )
+    assert f"At 4, 8 and 16 times that length, stretched rotation reaches {stretched} bits per byte." in text
+    assert f"Without stretching, cosine with softplus reaches {cosine}." in text
+
+
 def read_values(comparison, measure="value"):
     """Return the values at the training size, by encoding, attention and seed."""
     rows = pd.read_csv(ROOT / "scripts" / "results" / f"ablate-{comparison}" / "results.csv", keep_default_na=False)
@@ -374,6 +406,16 @@ def test_rotation_and_cosine_of_recall_are_measured():
     assert abs(mean["decay", "8x4x4"]) < half["decay", "8x4x4"]
     larger = f"{mean['decay', '8x8x8']:.0f} ± {half['decay', '8x8x8']:.0f}"
     assert f"rotation is ahead by {larger} points if the frames are larger" in text
+
+
+def test_gains_of_memories_that_forget_are_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    rows = pd.read_csv(ROOT / "scripts" / "results" / "ablate-recall" / "results.csv", keep_default_na=False)
+    rows = rows[(rows.question == "by key") & (rows.encoding == "rotate") & (rows["size"] == "64x4x4")]
+    values = rows.set_index(["attention", "seed"]).value.astype(float)
+    decay, delta = (values[name] - values["add"] for name in ("decay", "delta"))
+    gain = f"With decay, it ends {decay.mean():.0f} ± {half_width(decay):.0f} points higher, and with overwriting"
+    assert f"{gain}, {delta.mean():.0f} ± {half_width(delta):.0f} points." in text
 
 
 def test_the_gap_that_a_few_softmax_layers_close_is_measured():

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from lrpe_md.scripts.bench import counters as benchmark_counters
+from lrpe_md.scripts.bench import front
 from lrpe_md.scripts.bench import modes as benchmark_modes
 from lrpe_md.scripts.bench import operators as benchmark
 from lrpe_md.scripts.bench import report as benchmark_report
@@ -479,3 +480,10 @@ def test_pages_are_current():
     assert set(pages) == {"performance.md", "training-steps.md", "linear-attention.md", "adapted-models.md"}
     for name, text in pages.items():
         assert (PAGES / name).read_text(encoding="utf-8") == text, name
+
+
+def test_the_front_page_shows_the_fastest_peer_with_a_label():
+    peers = ["torch.compile, tables", "torch.compile, rotate_half", "timm, eager", OURS]
+    rows = pd.DataFrame({"peer": peers, "workload": "text", "share": [0.7, 0.8, 0.9, 0.6]})
+    shares = front.fastest_shares(rows)
+    assert shares.to_dict() == {("PyTorch, compiled", "text"): 0.8, ("lrpe-md", "text"): 0.6}
