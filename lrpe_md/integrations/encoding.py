@@ -447,7 +447,7 @@ class EncodingStack:
         if made is not None:
             if not isinstance(before, Tokens) and made.scheme.tokens is None:
                 before = Tokens(before)
-            return made.positions(before, size, reference=on_preset_axes(made, reference), device=device)
+            return made.positions(before, size, reference=reference, device=device)
         tokens = before if isinstance(before, Tokens) else Tokens(before)
         grid = Grid(size) if reference is None else Grid(size).interpolate(reference)
         if tokens.rule == "skip":
@@ -477,16 +477,3 @@ class EncodingStack:
                 "for text with its own positions, for an image after text, and for dropped tokens"
             )
         return first.locate(positions)
-
-
-def on_preset_axes(made: Preset, reference: Sequence[int | None] | None) -> tuple[int | None, ...] | None:
-    """Convert sizes per image or video axis to sizes per preset axis, with None for axes that the preset adds."""
-    if reference is None:
-        return None
-    if len(reference) == made.num_axes:
-        return tuple(reference)
-    probe = tuple(range(2, 2 + len(reference)))  # distinct sizes, none of them 1
-    placed: Any = made.scheme.grid(probe)
-    if not isinstance(placed, Grid):
-        raise ValueError(f"reference: expected None with {made.name}, whose positions are a table, got {reference}")
-    return tuple(reference[probe.index(n)] if n in probe else None for n in placed.shape)

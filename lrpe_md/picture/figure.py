@@ -423,12 +423,11 @@ def _conditions(view: View) -> list[str]:
             parts.append(f"{name} {value}")
             continue
         rules = {key: each for key, each in view.options.items() if key != name}
-        skips = made.skips_reference(layout.shape, **rules)
-        sizes = [value] * made.num_axes if isinstance(value, int) else value
-        sizes = ["–" if n is None or skip else str(n) for n, skip in zip(sizes, skips, strict=True)]
-        unchanged = any(skips) and set(sizes) == {"–"}
+        sizes = made.find_reference(value, layout.shape, **rules)
         parts.append(
-            "positions scaled by the scheme's own rule" if unchanged else f"positions rescaled to {'×'.join(sizes)}"
+            "positions scaled by the scheme's own rule"
+            if set(sizes) == {None}
+            else "positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)
         )
     parts += [f"{layout.text} text token{'s' * (layout.text > 1)}"] if layout.text else []
     parts += [f"{width} of {made.head_dim} channels rotated"] if width < made.head_dim else []

@@ -96,7 +96,7 @@ def show(
         _check_text(made, text)
         _check_index("head", head, max(made.omega.shape[0], made.num_heads))
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
-        placement = options if "reference" in options else {**options, "reference": _find_reference(model, made, size)}
+        placement = options if "reference" in options else {**options, "reference": _find_reference(model, size)}
 
         def locate(*segments: Any) -> Grid | Coordinates:
             positions = made.positions(*segments, **placement)
@@ -166,13 +166,10 @@ def _find_encoding(scheme: Any) -> Any:
     return {f"layer {i}": each for i, each in enumerate(scheme)} if isinstance(scheme, ModuleList) else scheme
 
 
-def _find_reference(model: Any, made: Preset, shape: tuple[int, ...]) -> Any:
-    """Return the sizes, one per axis of the positions, to which a model rescales its grid, or None."""
-    from ..integrations.encoding import on_preset_axes
-
+def _find_reference(model: Any, shape: tuple[int, ...]) -> Any:
+    """Return the size to which a model rescales a grid, or None."""
     reference: Any = getattr(model, "reference", None) if isinstance(model, Module) else None
-    reference = reference(shape) if callable(reference) else reference
-    return reference if isinstance(reference, int) else on_preset_axes(made, reference)
+    return reference(shape) if callable(reference) else reference
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:

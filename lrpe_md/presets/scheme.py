@@ -466,8 +466,7 @@ class Preset:
                         raise ValueError(
                             f"reference: expected None with {self.name}, whose positions are a table, got {reference}"
                         )
-                    sizes = _expand_reference(reference, tuple(segment), grid.shape)
-                    grid = self._interpolate(grid, sizes, tuple(segment), options)
+                    grid = grid.interpolate(self.find_reference(reference, tuple(segment), **options))
                 if scheme.apart is not None and number:
                     grid = grid.offset([number * by for by in scheme.apart])
                 parts.append(After(grid, scheme.after, scheme.advance, scheme.whole) if scheme.after else grid)
@@ -485,29 +484,29 @@ class Preset:
             return whole.to(device)
         return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
 
-    def _interpolate(self, grid: Grid, reference: Any, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid:
-        """Interpolate a grid of this shape on the axes that its own rule doesn't scale."""
-        rescaled = grid.interpolate(reference)
-        if grid.scale is None or isinstance(grid.scale, Tensor):
-            return rescaled
-        skips = self.skips_reference(shape, **options)
-        sizes = (reference,) * self.num_axes if isinstance(reference, int) else reference
-        return grid.interpolate([None if skip else r for skip, r in zip(skips, sizes, strict=True)])
+    def find_reference(self, reference: Any, shape: tuple[int, ...], **options: Any) -> Any:
+        """Return, for each axis of the scheme, the size that :meth:`positions` interpolates to, or None.
 
-    def skips_reference(self, shape: tuple[int, ...], **options: Any) -> tuple[bool, ...]:
-        """Return, for each axis of a grid, whether :meth:`positions` ignores ``reference``.
-
-        It does if the distance between tokens on this axis already depends on the size of the grid.
+        The reference may be for the axes of ``shape``, such as (H, W). Axes that the scheme adds get None, and so do
+        axes on which the distance between tokens already depends on the size.
         """
-        scales: list[Any] = []
-        for factor in (1, 2):
-            try:
-                grid = self._place(tuple(factor * n for n in shape), options)
-            except ValueError:  # a grid function may limit the size
-                return (False,) * self.num_axes
-            scale = getattr(grid, "scale", None)
-            scales.append((1.0,) * self.num_axes if scale is None or isinstance(scale, Tensor) else scale)
-        return tuple(a != b for a, b in zip(*scales, strict=True))
+        if isinstance(reference, (tuple, list)) and len(reference) == len(shape) != self.num_axes:
+            probe = tuple(range(2, 2 + len(shape)))  # distinct sizes, none of them 1
+            placed: Any = self._place(probe, options)
+            reference = tuple(reference[probe.index(n)] if n in probe else None for n in placed.shape)
+        sizes = (reference,) * self.num_axes if isinstance(reference, int) else reference
+        if not isinstance(sizes, (tuple, list)) or len(sizes) != self.num_axes:
+            return reference  # not valid for a grid of this scheme, which raises the error
+        try:
+            scales = [self._find_scales(tuple(factor * n for n in shape), options) for factor in (1, 2)]
+        except ValueError:  # a grid function may limit the size
+            return tuple(sizes)
+        return tuple(n if scale == doubled else None for n, scale, doubled in zip(sizes, *scales, strict=True))
+
+    def _find_scales(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[float, ...]:
+        """Return the distances between tokens of a grid, or ones if they don't depend on its size."""
+        scale = getattr(self._place(shape, options), "scale", None)
+        return (1.0,) * self.num_axes if scale is None or isinstance(scale, Tensor) else scale
 
     def _suggest_grid(self, segments: Sequence[Any], options: Mapping[str, Any]) -> str:
         """Return advice to pass a Grid, or "" if the scheme would not place the same tokens at a grid's indices."""
@@ -605,17 +604,6 @@ def make_preset(
 
 def _heads_matter(frequencies: Axial | Dense) -> bool:
     return isinstance(frequencies, Axial) and (frequencies.by_head or frequencies.across_heads)
-
-
-def _expand_reference(reference: Any, shape: tuple[int, ...], sizes: tuple[Any, ...]) -> Any:
-    """Return a reference for all axes of a grid, from one for the axes of an image's shape, such as (1, H, W)'s."""
-    if not isinstance(reference, (tuple, list)) or len(reference) != len(shape) or len(shape) >= len(sizes):
-        return reference
-    missing = len(sizes) - len(shape)
-    for before in range(missing + 1):
-        if sizes == (1,) * before + shape + (1,) * (missing - before):
-            return (None,) * before + tuple(reference) + (None,) * (missing - before)
-    return reference
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
