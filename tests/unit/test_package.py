@@ -298,6 +298,10 @@ def _extras(names):
     return found
 
 
+def test_scripts_include_the_extras_that_the_readme_lists():
+    assert _extras(["timm", "diffusers", "transformers", "plots"]) <= _extras(["scripts"])
+
+
 @pytest.mark.slow
 def test_documented_install_covers_all_imports():
     """It covers every required import of the backbones, commands and adapters."""
