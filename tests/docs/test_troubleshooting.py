@@ -86,6 +86,7 @@ CASES = {  # beginning of a symptom: how to reproduce it
     "encoding: unknown": lambda: adapt(timm_vit(), "rotat"),
 }
 SOURCES = {  # beginning of a symptom: a part of it that occurs in a package's source
+    "tables: expected the same": ("lrpe_md", "tables: expected the same entry for both channels of a pair"),
     "expected it to be installed": ("lrpe_md", "expected it to be installed; pip install 'lrpe-md["),
     "impl: 'triton' needs tensors": ("lrpe_md", "impl: 'triton' needs tensors on a GPU"),
     "triton is not installed": ("lrpe_md", "triton is not installed, so the slower reference runs on this GPU"),
