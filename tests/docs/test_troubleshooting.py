@@ -87,6 +87,7 @@ CASES = {  # beginning of a symptom: how to reproduce it
 }
 SOURCES = {  # beginning of a symptom: a part of it that occurs in a package's source
     "timm is not installed": ("lrpe_md", " is not installed; run pip install 'lrpe-md["),
+    "tables: expected the same": ("lrpe_md", "tables: expected the same entry for both channels of a pair"),
     "impl: 'triton' needs tensors": ("lrpe_md", "impl: 'triton' needs tensors on a GPU"),
     "triton is not installed": ("lrpe_md", "triton is not installed, so the slower reference runs on this GPU"),
     "train needs typer": ("scripts", ", which is not installed"),

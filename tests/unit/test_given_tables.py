@@ -1,5 +1,7 @@
 """Cos and sin tables from the caller: semantics and errors."""
 
+import warnings
+
 import pytest
 import torch
 from parametrizing import parametrize_each
@@ -44,6 +46,31 @@ def test_tables_rotate_by_their_angles(pairs, kind, heads):
     back = rotate(*found, tables=tables, prefix=PREFIX, pairs=pairs, inverse=True)
     for a, x in zip(back, (q, k), strict=True):
         torch.testing.assert_close(a, x)
+
+
+@parametrize_each("pairs layout", ["half", "interleaved", (1, 3)], ["half", "interleaved"])
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_tables_in_another_layout_warn(pairs, layout, kind):
+    _, theta = angles(4)
+    theta = join_pairs(theta[0], theta[0], layout)
+    tables = torch.polar(torch.ones_like(theta), theta) if kind == "complex" else (theta.cos(), theta.sin())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rotate(draw(1, 1, 12, 8), tables=tables, pairs=pairs)
+    messages = [(str(w.message), w.filename) for w in caught]
+    if pairs == layout:
+        assert not messages
+    else:
+        ((message, file),) = messages
+        assert f"pairs={layout!r}" in message
+        assert file == __file__
+
+
+def test_tables_with_different_entries_in_a_pair_do_not_warn(recwarn):
+    rotate(draw(1, 1, 12, 8), tables=(draw(12, 8), draw(12, 8)))
+    still = torch.ones(12, 8), torch.zeros(12, 8)
+    rotate(draw(1, 1, 12, 8), tables=still, pairs="interleaved")
+    assert not recwarn
 
 
 def test_tables_of_the_cosine_map():

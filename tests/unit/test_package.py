@@ -318,10 +318,14 @@ def _extras(names):
     return found
 
 
+def test_scripts_include_the_extras_that_the_readme_lists():
+    assert _extras(["timm", "diffusers", "transformers", "plots"]) <= _extras(["scripts"])
+
+
 @pytest.mark.slow
 def test_documented_install_covers_all_imports():
     """It covers every required import of the backbones, commands and adapters."""
-    line = re.search(r"pip install -e '\.\[(.*)\]'", (ROOT / "README.md").read_text(encoding="utf-8"))
+    line = re.search(r"pip install -e '\.\[(.*?)\]'", (ROOT / "README.md").read_text(encoding="utf-8"))
     given = {name.replace("-", "_") for name in _extras(line[1].split(","))}
     imported = set()
     for folder in ("lrpe_md", "models", "scripts"):

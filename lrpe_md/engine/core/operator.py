@@ -31,7 +31,7 @@ from .projection import find_split
 
 __all__ = [
     "HAS_TRITON", "IMPLS", "INTERPRETING", "Operator", "Part", "cache_call", "call_cache", "check_impl", "is_direct",
-    "is_plain", "is_sharded", "make_key", "use_triton", "warn_of_interpreter",
+    "is_plain", "is_sharded", "make_key", "use_triton", "warn_caller", "warn_of_interpreter",
 ]  # fmt: skip
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -131,7 +131,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
     if not HAS_TRITON:
         if is_required:
             raise ValueError("impl: 'triton' needs the triton package, which is not installed; use impl='reference'")
-        _warn("lrpe_md: triton is not installed, so the slower reference runs on this GPU")
+        warn_caller("lrpe_md: triton is not installed, so the slower reference runs on this GPU")
         return False
     if torch.is_grad_enabled():
         for t in constants:
@@ -160,19 +160,19 @@ def warn_of_interpreter() -> None:
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-        _warn(
+        warn_caller(
             f"lrpe_md: the interpreter of Triton {triton.__version__} (TRITON_INTERPRET=1) rounds a fused multiply-add "
             "twice, so angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'"
         )
 
 
-def _warn(message: str) -> None:
+def warn_caller(message: str, category: type[Warning] = RuntimeWarning) -> None:
     """Warn, and attribute the warning to the first stack frame outside this package."""
     level, package = 2, __name__.partition(".")[0]
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 # --- schemas -----------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...checks import as_integer, check_dense, show_value
+from ...checks import as_integer, can_read, check_dense, show_value
 from ...positions.grid import Coordinates, Grid
 from ..core.call import Call, CallerTables, CosSin, Layout, Spec
 from ..core.memory import accumulator
+from ..core.operator import warn_caller
 
 __all__ = ["TABLE_NAMES", "check_tables", "find_positional", "replace_angles", "store_angles", "take_tables"]
 
@@ -112,6 +113,9 @@ def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> La
             raise ValueError(
                 f"tables: expected cos and sin of the same shape, got {tables.cos_sin.shape} and {sin.shape}"
             )
+    angles = cos[..., 1] if sin is None else sin  # pyright: ignore[reportOptionalSubscript]
+    if spec.map == "rotate" and angles.shape[-1] != spec.num_channels and can_read(angles):
+        _warn_of_other_layout(angles.detach(), spec)
     num_rows, num_tokens = tables.cos_sin.shape[-2], xs[0].shape[2]
     looks_transposed = xs[0].shape[1] == num_prefix + num_rows
     if num_prefix + num_rows > num_tokens:
@@ -126,6 +130,21 @@ def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> La
             "before the first row, if the other tokens have no position" + TRANSPOSE * looks_transposed
         )
     return tables.lay_out(num_tokens)
+
+
+def _warn_of_other_layout(sin: Tensor, spec: Spec) -> None:
+    """Warn if the tables repeat each pair's entry, but in a layout other than ``pairs``."""
+    if torch.equal(*reference.split_pairs(sin, spec.pairs, spec.sections)):
+        return
+    for layout, repeated in (("half", "torch.cat([t, t], -1)"), ("interleaved", "t.repeat_interleave(2, -1)")):
+        if torch.equal(*reference.split_pairs(sin, layout)):
+            shown = spec.sections if spec.pairs == "blocks" else spec.pairs
+            warn_caller(
+                f"tables: expected the same entry for both channels of a pair (pairs={shown!r}), got the layout of "
+                f"{repeated}. The result is not a rotation; pass pairs={layout!r}, or tables with one entry per pair",
+                UserWarning,
+            )
+            return
 
 
 def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
