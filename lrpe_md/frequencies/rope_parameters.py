@@ -58,6 +58,8 @@ Rule = Callable[[Tensor, _Model], tuple[Tensor, float]]
 
 
 def _dynamic(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
+    if model.fields.get("alpha"):  # HunYuan calls NTK scaling with a fixed factor "dynamic"
+        return ntk_scaling(theta, model.fields["alpha"])
     length = model.length or model.maximum
     return dynamic_ntk_scaling(theta, model.need("factor"), length=length, original_length=model.maximum)
 
@@ -117,7 +119,7 @@ RULES: dict[str, Rule] = {
 FIELDS = (
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor",
-    "low_freq_factor", "high_freq_factor",
+    "low_freq_factor", "high_freq_factor", "alpha",
 )  # fmt: skip
 WHOLE = ("proportional",)  # partial_rotary_factor limits the frequencies here, not the channels
 
@@ -141,10 +143,10 @@ def rope_frequencies(
         rope_parameters: ``rope_type`` (or ``type``) "default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3"
             or "proportional", and the fields that this type uses: ``rope_theta``, ``partial_rotary_factor``,
             ``factor``, ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``,
-            ``truncate``, ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
-            ``high_freq_factor``. Other fields are ignored, with a warning if the name resembles one of these. None
-            means "default". If a config has a dict for each layer type, as in Gemma 3, call this function once per
-            dict.
+            ``truncate``, ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor``,
+            ``high_freq_factor`` and ``alpha`` (HunYuan's "dynamic"). Other fields are ignored, with a warning if the
+            name resembles one of these. None means "default". If a config has a dict for each layer type, as in Gemma
+            3, call this function once per dict.
         head_dim: number of channels per head, D. The rotated width R is ``int(D * partial_rotary_factor)``, or D
             without that field. For "proportional", R is always D, and the remaining channels have θ = 0.
         max_position_embeddings: maximum length in the config. "dynamic" scales from this length. This length is also
@@ -213,6 +215,8 @@ def _rotated_width(fields: Mapping[str, Any], head_dim: int, kind: str) -> int:
     if not is_finite_number(fraction):
         raise ValueError(f"partial_rotary_factor: expected a finite positive number, got {fraction!r}")
     width = head_dim if kind in WHOLE else int(head_dim * fraction)
+    if width > head_dim:
+        raise ValueError(f"partial_rotary_factor: expected at most 1, got {fraction!r}")
     if width < 2 or width % 2:
         raise ValueError(
             f"head_dim: expected an even number of rotated channels, got {width} of {head_dim} "

@@ -344,7 +344,8 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
     if q.shape[2] != k.shape[2]:
         raise ValueError(
             f"{path}: expected self-attention, where q and k have the same tokens, got {q.shape[2]} and {k.shape[2]} "
-            "tokens. Select the self-attention modules with modules=; key caches are not supported"
+            "tokens. Select the self-attention modules with modules=. Key caches are not supported: with models from "
+            "transformers, pass use_cache=False"
         )
 
 

@@ -30,6 +30,7 @@ _MOST_PLANS = 256  # per function; any further kinds of calls go to the original
 _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|value|queries|keys|values)(_\w+)?")
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
 _OFFSETS = re.compile(r"offset|start_pos|past")  # numbers of tokens before x
+_PLACES = re.compile(r"pos|ids|idx|index|indices|grid")  # table rows or coordinates of the tokens of x
 _HEAD_DIM = 24  # head_dim of the first probes, which 2, 3 and 4 divide
 _EMPTY = inspect.Parameter.empty
 _MOST_ANSWERS = 4  # give up after this many kinds of arguments for which the function runs but is not a rotation
@@ -46,8 +47,10 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
             two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
             a module or bound method that reads cos and sin from its own tensors, which are then read at each call. We
             probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So
-            it must not behave differently at larger sizes, for example by scaling from 4,096 tokens on. A number whose
-            name contains ``offset``, ``start_pos`` or ``past`` is the row of the first token, if the probe confirms it.
+            it must not behave differently at larger sizes or positions, for example by scaling from 4,096 tokens on. We
+            find tables and indices of their rows by the parameters' names, such as ``cos``, ``freqs``, ``position_ids``
+            and ``idx``, and then try other roles. A number whose name contains ``offset``, ``start_pos`` or ``past`` is
+            the row of the first token, if the probe confirms it.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
@@ -253,8 +256,11 @@ def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tupl
     tables = {i for i, name in names.items() if _TABLES.search(name) and "section" not in name} - data
     roles = [(data, tables), (data & required, tables & required)][: 1 if data | tables <= required else 2]
     if not data or not required <= data | tables:
-        chosen = [set(each) for n in (1, 2) for each in itertools.combinations(sorted(required), n)]
-        roles = [(data, tables), *[(each, required - each) for each in chosen]]
+        places = {i for i in required if _PLACES.search(names[i])}  # these may also be tables
+        pools = [required - places, required] if places else [required]
+        chosen = [(pool, {*each}) for pool in pools for n in (1, 2) for each in itertools.combinations(sorted(pool), n)]
+        named = data & required
+        roles = [(data, tables), *[(named, pool - named) for pool in pools], *[(xs, pool - xs) for pool, xs in chosen]]
     for reads_tensors, (of_x, of_tables) in itertools.product((False, True), roles):
         probed = _Probed(function, device, parameters)
         probed.data, probed.attributes = frozenset(of_x), probed.own_tensors if reads_tensors else ()
@@ -303,8 +309,7 @@ def _other_values(name: str) -> list[Any]:
     if _OFFSETS.search(name):
         return [0, ("integers", 1, torch.int64)]
     ids, coordinates = [("integers", n, torch.int64) for n in (2, 1)], ("integers", 3, torch.int64, 2)
-    is_place = any(part in name for part in ("pos", "ids", "grid"))
-    return [*ids, coordinates, ("tuple", *ids[:1] * 3)] if is_place else [None]
+    return [*ids, coordinates, ("tuple", *ids[:1] * 3)] if _PLACES.search(name) else [None]
 
 
 # --- the replacement ----------------------------------------------------------------------------------------------

@@ -278,7 +278,9 @@ def _of_factory(
 
 # --- names of options ------------------------------------------------------------------------------------------------
 
-MODEL_OPTIONS = ("absolute", "attention", "copy_v", "keep_encoded", "memory", "modules", "normalizer", "positions")
+MODEL_OPTIONS = (
+    "absolute", "attention", "copy_v", "keep_encoded", "memory", "modules", "normalizer", "num_axes", "positions",
+)  # fmt: skip
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -303,7 +305,10 @@ def _check_options(kwargs: dict[str, Any], known: set[str], name: str) -> None:
 def _advise(kwargs: dict[str, Any]) -> str:
     """Return advice to append to an error if the encoding's options include options of the model."""
     names = [name for name in MODEL_OPTIONS if name in kwargs]
-    return f"; pass {names[0]}= to adapt() or the model itself, outside encoding_kwargs" if names else ""
+    if not names:
+        return ""
+    function = "adapt_attention" if names[0] == "num_axes" else "adapt"
+    return f"; pass {names[0]}= to {function}() or the model itself, outside encoding_kwargs"
 
 
 def explain_misplaced_options(function: F) -> F:

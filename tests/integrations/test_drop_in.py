@@ -246,6 +246,21 @@ def test_other_names_of_an_offset(function, launches):
         ours(x, cos, sin, 40)
 
 
+def with_short_names(q, k, c, s, ids):
+    return rf.with_position_ids(q, k, c, s, ids)
+
+
+def with_rows_of_tables(x, c, s, idx):
+    return rf.hf_llama(x, x, c[idx], s[idx])[0]
+
+
+@pytest.mark.parametrize(("function", "num_xs"), [(with_short_names, 2), (with_rows_of_tables, 1)])
+def test_positions_beside_tables_with_unusual_names(function, num_xs, launches):
+    xs = torch.randn(num_xs, 2, 3, 5, 32).unbind()
+    args = (*xs, torch.randn(40, 32), torch.randn(40, 32), torch.randint(40, (2, 5)))
+    check_equal(function, drop_in(function), args, {}, launches)
+
+
 def scaled_by_tensor(x, cos, sin, scale):
     return (x * cos + rf.quarter_turn(x) * sin) * scale
 

@@ -207,6 +207,12 @@ def test_listed_options_are_accepted(encoding):
     assert not [error for error in errors if "expected options" in error or "unexpected keyword" in error]
 
 
+def test_num_axes_inside_encoding_kwargs():
+    message = r"^encoding_kwargs: .*, got 'num_axes'; pass num_axes= to adapt_attention\(\) or the model itself"
+    with pytest.raises(TypeError, match=message):
+        build_encoding("rotate", {"num_axes": 1}, 24, 4, 1, 2)
+
+
 def test_option_of_the_encoding_outside_encoding_kwargs():
     import timm
 

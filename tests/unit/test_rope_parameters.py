@@ -108,6 +108,24 @@ def test_ntk_and_the_old_name_of_the_type():
     assert torch.equal(found, geometric_theta(32) / 4)
 
 
+@pytest.mark.parametrize("seq_len", [None, 10_000])
+def test_dynamic_with_a_fixed_alpha(seq_len):
+    """In HunYuan's configs, alpha multiplies the base at all lengths."""
+    fields = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "rope_theta": 1e4}
+    theta, amplitude = rope_frequencies(fields, 64, 4096, seq_len)
+    torch.testing.assert_close(theta, geometric_theta(32, 1e4 * 1000 ** (64 / 62)))
+    assert amplitude == 1
+
+
+def test_dynamic_alpha_of_transformers():
+    hunyuan = pytest.importorskip("transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense")
+    fields = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 1e4}
+    config = hunyuan.HunYuanDenseV1Config(hidden_size=64, head_dim=32, rope_parameters=fields)
+    expected = hunyuan.HunYuanDenseV1RotaryEmbedding(config).inv_freq
+    found, _ = rope_frequencies(config.rope_parameters, 32, config.max_position_embeddings)
+    torch.testing.assert_close(found.float(), expected)
+
+
 def test_yarn_amplitude():
     assert rope_frequencies(YARN, 64, base=1e4)[1] == pytest.approx(0.1 * math.log(8) + 1)
 
@@ -121,6 +139,7 @@ def test_yarn_amplitude():
         ({"rope_type": "yarn", "factor": 2.0}, 64, "max_position_embeddings: .*'yarn'"),
         ({"rope_type": "yarn"}, 64, "expected 'factor' for rope_type 'yarn'"),
         ({"partial_rotary_factor": "0.5"}, 64, "partial_rotary_factor: expected a finite positive number, got '0.5'"),
+        ({"partial_rotary_factor": 1.5}, 64, "partial_rotary_factor: expected at most 1, got 1.5"),
         ({"rope_type": "linear", "factor": "4"}, 64, "factor: expected a finite positive number, got '4'"),
         ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}, 64, "expected 'factor' for"),
         ({"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}, 64, "'long_factor'"),
