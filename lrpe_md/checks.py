@@ -104,9 +104,9 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
 
 SYNONYMS: dict[str, str] = {
     "rope": "rotate", "rotary": "rotate", "axial": "rotate", "lrpe": "cosine", "mixed": "rotate-mixed",
-    "rotate-mixed": "mixed", "flux": "flux1", "theta": "base", "rope_theta": "base", "learning_rate": "lr",
-    "batch_size": "batch", "num_layers": "depth", "layers": "depth", "embed_dim": "dim", "num_heads": "heads",
-    "optimizer": "opt", "dtype": "precision",
+    "rotate-mixed": "mixed", "theta": "base", "rope_theta": "base", "learning_rate": "lr", "batch_size": "batch",
+    "num_layers": "depth", "layers": "depth", "embed_dim": "dim", "num_heads": "heads", "optimizer": "opt",
+    "dtype": "precision",
 }  # fmt: skip
 
 
@@ -116,11 +116,17 @@ def a_or_an(noun: str) -> str:
 
 
 def find_similar(name: Any, known: Iterable[str]) -> str | None:
-    """Return the known name that a misspelt name or a synonym probably stands for, or None."""
+    """Return the known name that a misspelt name or a synonym probably stands for, or None.
+
+    A name without its number stands for the first number.
+    """
     if not isinstance(name, str):
         return None
     names, synonym = list(known), SYNONYMS.get(name.lower())
-    return synonym if synonym in names else next(iter(get_close_matches(name, names, n=1)), None)
+    if synonym in names:
+        return synonym
+    numbered = [each for each in names if each.rstrip("0123456789") == name.lower()]
+    return next(iter([*numbered, *get_close_matches(name, names, n=1)]), None)
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:
