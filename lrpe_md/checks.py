@@ -14,10 +14,10 @@ from torch import Tensor
 from .engine.inductor.private import are_transforms_active, is_tracing, num_dispatch_modes
 
 __all__ = [
-    "a_or_an", "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of",
-    "check_precise", "check_reference", "count_axes", "describe_positions", "explain_unknown", "find_similar",
-    "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "repeat_over_layers", "show_value",
-    "split_pair", "suggest",
+    "a_or_an", "as_integer", "can_read", "check_at_least", "check_dense", "check_frequencies", "check_offsets",
+    "check_one_of", "check_precise", "check_reference", "count_axes", "describe_positions", "explain_unknown",
+    "find_similar", "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "repeat_over_layers",
+    "show_value", "split_pair", "suggest",
 ]  # fmt: skip
 
 
@@ -116,14 +116,17 @@ def a_or_an(noun: str) -> str:
 
 
 def find_similar(name: Any, known: Iterable[str]) -> str | None:
-    """Return the known name that a misspelt name or a synonym probably stands for, or None."""
+    """Return the known name that a misspelt name or a synonym probably stands for, or None.
+
+    A name without its number stands for the first number.
+    """
     if not isinstance(name, str):
         return None
     names, synonym = list(known), SYNONYMS.get(name.lower())
     if synonym in names:
         return synonym
-    close = get_close_matches(name, names, n=5)
-    return min((each for each in close if each.startswith(name)), default=close[0] if close else None)
+    numbered = [each for each in names if each.rstrip("0123456789") == name.lower()]
+    return next(iter([*numbered, *get_close_matches(name, names, n=1)]), None)
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:
@@ -161,6 +164,18 @@ def check_precise(name: str, dtype: torch.dtype, advice: str = "") -> None:
         raise TypeError(
             f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}{advice}"
         )
+
+
+def check_frequencies(name: str, omega: Tensor) -> None:
+    """Check that frequencies from a caller's function are precise, finite and independent of other parameters."""
+    check_precise(name, omega.dtype)
+    if omega.requires_grad:
+        raise ValueError(
+            f"{name}: expected a tensor that doesn't require gradients, because a module owns its frequencies; return "
+            "tensor.detach(), and pass learnable=True to learn them"
+        )
+    if can_read(omega) and not omega.isfinite().all():
+        raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
 
 
 def show_value(value: Any) -> str:

@@ -16,6 +16,7 @@ from ..checks import (
     can_read,
     check_at_least,
     check_dense,
+    check_frequencies,
     check_precise,
     count_axes,
     is_real,
@@ -636,7 +637,7 @@ class SeriesModule(FrequencyModule):
             tail = (self.num_channels, self.num_axes)
             form = f"({or_one(self.num_heads)}, {tail[0]}, {tail[1]})"
             check_dense("frequencies", omega, form)
-            check_precise("frequencies", omega.dtype)
+            check_frequencies("frequencies", omega)
             if omega.ndim != 3 or omega.shape[1:] != tail or omega.shape[0] not in (1, self.num_heads):
                 raise ValueError(f"frequencies: expected omega of shape {form}, got {tuple(omega.shape)}")
             return omega

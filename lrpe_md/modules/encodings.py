@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_dense, check_precise, count_axes
+from ..checks import check_at_least, check_dense, check_frequencies, count_axes
 from ..engine.encode.validate import (
     WHOLE_PACK,
     Act,
@@ -209,8 +209,9 @@ class Rotate1d(RotateMd):
         self.describes = scale_base is None
         if theta is not None:
             check_dense("theta", theta, "(R/2,), (num_heads, R/2) or (num_heads,) (pass rope_theta as base=)")
-            check_precise("theta", theta.dtype)
-        self.given = None if theta is None else theta.detach().to("cpu", torch.float64, copy=True)
+            theta = theta.detach()
+            check_frequencies("theta", theta)
+        self.given = None if theta is None else theta.to("cpu", torch.float64, copy=True)
         if self.given is not None:
             sequence_omega(self.given, rotary_slice(rotary_dim, head_dim)[1] // 2, num_heads)
             if kwargs.get("frequencies", "axial") != "axial":

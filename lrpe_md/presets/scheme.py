@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_precise, count_axes
+from ..checks import check_frequencies, check_precise, count_axes
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -75,6 +75,8 @@ class Axial:
         check_map(self.axis_map, self.num_axes)
         if self.base is not None and self.base <= 0:
             raise ValueError(f"base: expected a positive number or None, got {self.base}")
+        if self.base is None and self.series is geometric:
+            raise ValueError("base: expected a positive number for a geometric series, got None")
         number = num_blocks(self.axis_map, self.num_axes) + 1
         if self.gaps is not None and (len(self.gaps) != number or min(self.gaps) < 0):
             raise ValueError(f"gaps: expected {number} non-negative shares, one more than blocks, got {self.gaps}")
@@ -150,7 +152,8 @@ class Axial:
         for section, scaling in zip(sections, scalings, strict=True):
             whole = self.by_head or has_one_series(self.axis_map)
             num = laid if whole else max(section, 1)
-            theta = _call("series", self.series, (num, self.base, num_heads), ((num,), (1, num), (num_heads, num)))
+            args = {"num": num, "base": self.base, "num_heads": num_heads}
+            theta = _call("series", self.series, args, ((num,), (1, num), (num_heads, num)))
             theta, amplitude = (theta, 1.0) if scaling is None else apply_scaling(scaling, theta)
             thetas.append(theta)
             amplitudes.append(amplitude)
@@ -201,15 +204,16 @@ class Dense:
     def build(self, num_channels: int, num_heads: int, seed: int) -> tuple[Tensor, float]:
         generator = torch.Generator().manual_seed(seed)
         shapes = tuple((heads, num_channels, self.num_axes) for heads in (1, num_heads))
-        return _call("omega", self.omega, (num_channels, num_heads, self.base, generator), shapes), 1.0
+        args = {"num_channels": num_channels, "num_heads": num_heads, "base": self.base, "generator": generator}
+        return _call("omega", self.omega, args, shapes), 1.0
 
 
-def _call(name: str, function: Callable[..., Tensor], args: tuple[Any, ...], shapes: tuple[Any, ...]) -> Tensor:
+def _call(name: str, function: Callable[..., Tensor], args: dict[str, Any], shapes: tuple[Any, ...]) -> Tensor:
     """Call a scheme's function. Raise a clear error if it is in the wrong field, or returns a wrong shape or dtype."""
     try:
-        found = function(*args)
+        found = function(*args.values())
     except TypeError as error:
-        raise TypeError(f"{name}: expected a function of {args[:3]}, got {function}: {error}") from error
+        raise TypeError(f"{name}: expected a function ({', '.join(args)}), got {function}: {error}") from error
     if not isinstance(found, Tensor):
         raise TypeError(
             f"{name}: expected a function that returns a tensor, got {type(found).__name__} from {function}"
@@ -598,6 +602,7 @@ def make_preset(
                 blocks = frequencies.blocks(channels)
         build = partial(frequencies.build, channels, num_heads, seed)
         omega, amplitude = build() if changes or _heads_matter(frequencies) else _fitting(name, head_dim, build)
+        check_frequencies("frequencies", omega)
     phase = None if scheme.phase is None else (num_heads, channels)
     return Preset(name, scheme, head_dim, num_heads, omega.double(), amplitude, phase, rotated, blocks)
 

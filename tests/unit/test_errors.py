@@ -1,5 +1,7 @@
 """User errors. Each one raises a clear message before anything is launched."""
 
+import math
+
 import pytest
 import torch
 
@@ -342,6 +344,14 @@ BAD = {
         TypeError, r"frequencies: expected float32 or float64 .*, got torch.bfloat16$",
         lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: pairs.bfloat16()),
     ),
+    "omega of a function with NaN": (
+        ValueError, r"frequencies: expected finite numbers, got NaN or infinity$",
+        lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: pairs * math.nan),
+    ),
+    "omega of a function with a gradient": (
+        ValueError, r"frequencies: expected a tensor that doesn't require gradients.* pass learnable=True to learn",
+        lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: pairs.clone().requires_grad_()),
+    ),
     "omega of a function as an array": (
         TypeError, r"frequencies: expected a tensor of shape \(1, 4, 2\), got ndarray$",
         lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: pairs.numpy()),
@@ -353,6 +363,26 @@ BAD = {
     "theta of Rotate1d in 16 bits": (
         TypeError, r"theta: expected float32 or float64 .*, got torch.float16$",
         lambda: Rotate1d(8, theta=theta.half()),
+    ),
+    "theta of Rotate1d with infinity": (
+        ValueError, r"theta: expected finite numbers, got NaN or infinity$",
+        lambda: Rotate1d(8, theta=theta / 0),
+    ),
+    "a scheme's series with NaN": (
+        ValueError, r"^frequencies: expected finite numbers, got NaN or infinity$",
+        lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.full((num,), math.nan))),
+    ),
+    "a scheme's series with a gradient": (
+        ValueError, r"^frequencies: expected a tensor that doesn't require gradients",
+        lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.ones(num, requires_grad=True))),
+    ),
+    "a scheme's series of two arguments": (
+        TypeError, r"series: expected a function \(num, base, num_heads\), got .* takes 2 positional arguments but 3",
+        lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base: torch.ones(num))),
+    ),
+    "a geometric series without a base": (
+        ValueError, r"^base: expected a positive number for a geometric series, got None$",
+        lambda: lrpe_md.Axial((1, 1), base=None),
     ),
     "a scheme's series in 16 bits": (
         TypeError, r"series: expected float32 or float64 .*, got torch.bfloat16$",

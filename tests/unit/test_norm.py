@@ -85,6 +85,10 @@ def test_part_of_the_channels_of_the_cosine_map():
 
 ERRORS = {
     "no norm": (TypeError, r"norm: expected an lrpe_md.Norm, got str; pass Norm\(\"rms\"\)", lambda: "rms"),
+    "a module": (
+        TypeError, r"norm: expected an lrpe_md.Norm, got RMSNorm; pass Norm\(kind, module.weight, eps=module.eps\)$",
+        lambda: nn.RMSNorm(D),
+    ),
     "another kind": (ValueError, r"norm\.kind: expected one of \('rms', 'layer'\), got 'batch'", lambda: Norm("batch")),
     "over tokens": (ValueError, r"norm\.over: expected one of", lambda: Norm(over="tokens")),
     "no eps": (ValueError, r"norm\.eps: expected a finite positive number", lambda: Norm(eps=0.0)),

@@ -32,7 +32,9 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
     Return the norm's weights, and the options with the norm's options filled in.
     """
     if not isinstance(norm, Norm):
-        raise TypeError(f'norm: expected an lrpe_md.Norm, got {type(norm).__name__}; pass Norm("rms") or Norm("layer")')
+        is_module = isinstance(norm, torch.nn.Module)
+        advice = "Norm(kind, module.weight, eps=module.eps)" if is_module else 'Norm("rms") or Norm("layer")'
+        raise TypeError(f"norm: expected an lrpe_md.Norm, got {type(norm).__name__}; pass {advice}")
     kind, weight, bias, eps, over, offset = norm
     if kind not in KINDS:
         advice = "; pass Norm(kind, weight)" if isinstance(kind, Tensor) else ""
