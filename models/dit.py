@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
-from lrpe_md.checks import check_at_least, check_one_of, repeat_over_layers
+from lrpe_md.checks import check_at_least, check_one_of, is_finite_number, repeat_over_layers
 from lrpe_md.engine.core.call import Act
 from lrpe_md.engine.linear.call import NormalizerName
 from lrpe_md.integrations.attention import (
@@ -55,11 +55,14 @@ from .blocks import (
     modulate,
     modulation,
 )
+from .flow import check_times
 from .text import Text, TextFeatures, replace_texts
 
 __all__ = ["SIZES", "DiT", "TrainedGrids", "patchify", "unpatchify"]
 
 Reference = Sequence[int | None] | None
+# Wide enough for other parametrisations of time, such as ln(σ) / 4, but not for timesteps up to 1000.
+TIME_LIMITS = (-10.0, 10.0)
 AXES = {2: ("h", "w"), 3: ("t", "h", "w")}
 SIZES = {  # DiT, arXiv 2212.09748, table 1
     "S": {"embed_dim": 384, "depth": 12, "num_heads": 6},
@@ -304,6 +307,7 @@ class DiT(nn.Module):
 
     def _set_inputs(self, absolute: str, interval: bool) -> None:
         """Build the layers before the blocks, except those for text."""
+        check_at_least(1, in_chans=self.in_chans, out_chans=self.out_chans)
         self.embed = nn.Linear(self.in_chans * torch.Size(self.patch_size).numel(), self.embed_dim)
         self.absolute, self.sincos = absolute, None
         if absolute != "none":
@@ -500,6 +504,8 @@ class DiT(nn.Module):
         """Return the velocity for x (B, in_chans, [frames,] height, width) at times t (B,), in x's shape.
 
         Args:
+            t: times (B,), from 0 (image) to 1 (noise). Divide timesteps up to 1000 by 1000. They raise an
+                error, unless t is on a GPU, where reading it would take time.
             text: input of the text_encoder, such as tokens (B, L) or labels (B,), or the result of :meth:`encode_text`.
                 None means the empty condition.
             r: end (B,) of the time interval over which to predict the mean velocity. Default: t.
@@ -509,6 +515,8 @@ class DiT(nn.Module):
         shape = self._grid_shape(x, t)
         c = self.time(t)
         if self.interval is not None:
+            if r is not None:
+                check_times("r", r, x.shape[0], TIME_LIMITS)
             c = c + self.interval(torch.zeros_like(t) if r is None else t - r)
         elif r is not None:
             raise ValueError("r: expected None, because the model is not conditioned on r; build it with interval=True")
@@ -590,11 +598,7 @@ class DiT(nn.Module):
     def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:
         """Check x and t, and return the shape of the patch grid."""
         check_input(x, self.in_chans, self.num_axes)
-        if not isinstance(t, Tensor) or t.ndim != 1 or t.shape[0] != x.shape[0] or not t.is_floating_point():
-            found = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, Tensor) else repr(t)
-            raise ValueError(
-                f"t: expected a floating-point tensor of shape ({x.shape[0]},), one value per sample, got {found}"
-            )
+        check_times("t", t, x.shape[0], TIME_LIMITS)
         if any(n < p or n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):
             raise ValueError(f"x: expected sizes that are multiples of {self.patch_size}, got {tuple(x.shape[2:])}")
         return tuple(n // p for n, p in zip(x.shape[2:], self.patch_size, strict=True))
@@ -617,7 +621,9 @@ def _widths(encoder: Any) -> tuple[int, int]:
 
 def _check_options(options: BlockOptions, *, absolute: str, reg_tokens: int, depth: int) -> None:
     embed_dim, num_heads = options.embed_dim, options.num_heads
-    check_at_least(1, depth=depth, num_heads=num_heads)
+    check_at_least(1, depth=depth, embed_dim=embed_dim, num_heads=num_heads)
+    if not is_finite_number(options.mlp_ratio) or int(options.mlp_ratio * embed_dim) < 1:
+        raise ValueError(f"mlp_ratio: expected a positive number, got {options.mlp_ratio}")
     check_at_least(0, reg_tokens=reg_tokens)
     if embed_dim % (2 * num_heads):
         raise ValueError(f"embed_dim: expected a multiple of 2 · num_heads = {2 * num_heads}, got {embed_dim}")

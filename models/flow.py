@@ -10,6 +10,8 @@ B is the batch size. The shape of x, z and ε is (B, C, ..), and the shape of t 
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal
@@ -18,11 +20,13 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
+from lrpe_md.checks import can_read
+
 from .text import Text, join_texts
 
 __all__ = [
-    "NOISE_START", "draw_times", "flow_matching_loss", "guided", "integrate", "mean_flow_loss", "sample", "time_grid",
-    "velocity_of",
+    "NOISE_START", "check_times", "draw_times", "flow_matching_loss", "guided", "integrate", "mean_flow_loss", "sample",
+    "time_grid", "velocity_of",
 ]  # fmt: skip
 
 Method = Literal["euler", "heun"]
@@ -92,7 +96,13 @@ def flow_matching_loss(
             a tenth of the captions in training.
         prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or "sample" (x). The default is
             ``model.prediction``, or "velocity" for a model without this attribute.
+
+    Raises:
+        TypeError: if x is not a floating-point tensor.
+        ValueError: if noise, t or the model's output has the wrong shape, or if t is not from 0 to 1. Only times on a
+            CPU are compared with this range, because reading them on a GPU would wait for it.
     """
+    _check_loss(x, noise, t=t)
     prediction = _prediction_of(model, prediction)
     z = torch.lerp(x, noise, _like(t, x))
     wanted = {"velocity": lambda: noise - x, "noise": lambda: noise, "sample": lambda: x}[prediction]()
@@ -112,8 +122,11 @@ def mean_flow_loss(
     The target for u is v - (t - r) du/dt. The derivative du/dt is computed with forward-mode differentiation along (v,
     1), and treated as a constant. A trained model samples in a single step: z_0 = z_1 - u(z_1, r=0, t=1).
 
+    It raises the same errors as :func:`flow_matching_loss`, also for r.
+
     Source: Geng et al., arXiv 2505.13447, without guidance and adaptive weights.
     """
+    _check_loss(x, noise, r=r, t=t)
     z, v = torch.lerp(x, noise, _like(t, x)), noise - x
     u, du, *_ = jvp(lambda z, t: model(z, t, text, r, **_dropped(drop)), (z, t), (v, torch.ones_like(t)))
     return _mean_square(u, v - _like(t - r, x) * du.detach())
@@ -123,7 +136,36 @@ def _like(t: Tensor, x: Tensor) -> Tensor:
     return t.to(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
 
 
+def check_times(name: str, t: Any, batch: int, limits: tuple[float, float] = (0.0, 1.0)) -> None:
+    """Check that t is a floating-point tensor (B,) and, if the host can read it, within the limits."""
+    if not isinstance(t, Tensor) or t.shape != (batch,) or not t.is_floating_point():
+        found = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, Tensor) else repr(t)
+        raise ValueError(
+            f"{name}: expected a floating-point tensor of shape ({batch},), one value per sample, got {found}"
+        )
+    if can_read(t):
+        least, most = limits
+        wrong = t[~((t >= least) & (t <= most))]
+        if len(wrong):
+            advice = "; divide timesteps from 0 to 1000 by 1000" if wrong[0] > most else ""
+            raise ValueError(f"{name}: expected times from 0 (image) to 1 (noise), got {wrong[0]:g}{advice}")
+
+
+def _check_loss(x: Tensor, noise: Tensor, **times: Tensor) -> None:
+    """Check the arguments of a loss, because tensors of other shapes could broadcast."""
+    if not x.is_floating_point():
+        raise TypeError(f"x: expected a floating-point tensor with values from about -1 to 1, got {x.dtype}")
+    if noise.shape != x.shape:
+        raise ValueError(
+            f"noise: expected x's shape {tuple(x.shape)}, got {tuple(noise.shape)}; pass torch.randn_like(x)"
+        )
+    for name, t in times.items():
+        check_times(name, t, len(x))
+
+
 def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
+    if found.shape != wanted.shape:
+        raise ValueError(f"model: expected an output of x's shape {tuple(wanted.shape)}, got {tuple(found.shape)}")
     dtype = torch.promote_types(wanted.dtype, torch.float32)
     return (found.to(dtype) - wanted.to(dtype)).square().flatten(1).mean(1)
 
@@ -138,16 +180,20 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
     Args:
         model: a :class:`lrpe_md.models.dit.DiT`.
         text: the model's text input for B samples. None means the empty condition.
-        scale: with 1, only the conditional model runs, which halves the cost.
+        scale: with 1, only the conditional model runs, which halves the cost, and negative has no effect.
         negative: text to steer away from, one for each of the B samples or one for all. The default is the empty
             condition of the model's text_encoder.
 
     Raises:
         TypeError: if there is no negative, and the text_encoder has no method ``empty``.
-        ValueError: if the batch size of negative is neither 1 nor B.
+        ValueError: if the batch size of negative is neither 1 nor B, or if scale is not a finite number.
 
     Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598).
     """
+    if getattr(scale, "ndim", 0) or not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale!r}")
+    if scale == 1 and negative is not None:
+        warnings.warn("negative has no effect with scale=1; pass another scale, such as scale=3.0", stacklevel=2)
     if scale == 1 or (text is None and negative is None):
         known = None if text is None else model.encode_text(text)
         return lambda z, t: model(z, t, known)

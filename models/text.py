@@ -201,9 +201,10 @@ class LabelEncoder(nn.Module):
                 got = f"{labels.dtype} {tuple(labels.shape)}"
             raise ValueError(f"text: expected integer class labels of shape (B,), got {got}")
         if can_read(labels) and bool(((labels < 0) | (labels > self.num_classes)).any()):
+            least, most = int(labels.min()), int(labels.max())
             raise ValueError(
                 f"text: expected class labels from 0 to {self.num_classes - 1}, or {self.num_classes} for no class, "
-                f"got {labels.min()} to {labels.max()}"
+                f"got {least if least == most else f'{least} to {most}'}"
             )
         return Text(None, None, self.embed(labels))
 

@@ -549,7 +549,8 @@ def test_texts_that_do_not_fit():
             lambda: labels(torch.ones(2, 1).long()),
         ),
         (r"text: expected integer class labels of shape \(B,\), got list; pass torch.tensor of", lambda: labels([1])),
-        (r"text: expected class labels from 0 to 2, .* got 0 to 4", lambda: labels(torch.tensor([0, 4]))),
+        (r"text: expected class labels from 0 to 2, .* got 0 to 4$", lambda: labels(torch.tensor([0, 4]))),
+        (r"text: expected class labels from 0 to 2, .* got 4$", lambda: labels(torch.tensor([4]))),
         (r"text: expected a sequence of captions, got 'red'", lambda: pretrained("t5")(RED)),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=message):
@@ -607,6 +608,57 @@ def test_loss_is_zero_for_the_velocity_itself():
     assert times.min() > 0
     assert times.max() < 1
     assert abs(times.mean() - 0.5) < 0.03
+
+
+def test_losses_reject_tensors_that_do_not_fit():
+    model = dit(interval=True, encoding="rotate")
+    x, t, text = inputs()
+    noise = torch.randn_like(x)
+    for message, change in (
+        (r"noise: expected x's shape \(2, 3, 8, 12\), got \(2, 1, 8, 12\)", {"noise": noise[:, :1]}),
+        (r"noise: expected x's shape .*got \(1, 3, 8, 12\)", {"noise": noise[:1]}),
+        (r"x: expected a floating-point tensor .*got torch.uint8", {"x": x.byte()}),
+        (r"t: expected times from 0 .*to 1 .*got 300; divide timesteps", {"t": torch.tensor([0.5, 300.0])}),
+        (r"t: expected times from 0 .*got -0.5$", {"t": t - t - 0.5}),
+        (r"t: expected times from 0 .*got nan$", {"t": t * math.nan}),
+        (r"t: expected a floating-point tensor of shape \(2,\), .*got torch.float32 \(2, 1\)", {"t": t[:, None]}),
+        (r"r: expected a floating-point tensor of shape \(2,\), .*got torch.float32 \(1,\)", {"r": t[:1]}),
+        (r"r: expected a floating-point tensor of shape \(2,\), .*got 0.0", {"r": 0.0}),
+    ):
+        args = {"x": x, "text": text, "t": t, "noise": noise} | change
+        with pytest.raises((TypeError, ValueError), match=message):
+            mean_flow_loss(model, **{"r": t / 2, **args})
+        if "r" not in change:
+            with pytest.raises((TypeError, ValueError), match=message):
+                flow_matching_loss(model, **args)
+    with pytest.raises(
+        ValueError, match=r"model: expected an output of x's shape \(2, 3, 8, 12\), got \(2, 1, 8, 12\)"
+    ):
+        flow_matching_loss(lambda z, t, text: z[:, :1], x, text, t, noise)
+
+
+def test_the_model_rejects_timesteps():
+    model = dit(interval=True, encoding="rotate")
+    x, t, text = inputs()
+    for message, change in (
+        (r"t: expected times from 0 \(image\) to 1 \(noise\), got 981; divide timesteps .*by 1000", {"t": t * 0 + 981}),
+        (r"t: expected times .*got nan", {"t": t * math.nan}),
+        (r"r: expected times .*got 981", {"r": t * 0 + 981}),
+        (r"r: expected a floating-point tensor of shape \(2,\), .*got torch.float32 \(1,\)", {"r": t[:1]}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**{"x": x, "t": t, "text": text, **change})
+    assert model(x, t - 2, text).isfinite().all()  # ln(σ) / 4
+
+
+def test_guidance_rejects_scales_that_are_not_numbers():
+    model = dit(encoding="rotate")
+    x, _, text = inputs()
+    for scale in (math.nan, math.inf, torch.ones(2)):
+        with pytest.raises(ValueError, match="scale: expected a finite number, got"):
+            sample(model, x, text, scale=scale, steps=1)
+    with pytest.warns(UserWarning, match="negative has no effect with scale=1; pass another scale"):
+        sample(model, x, text, negative=text, steps=1)
 
 
 def test_guidance():
