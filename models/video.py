@@ -556,6 +556,8 @@ def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Map
                     "; use the same img_size, number of frames, class_token and no_embed_class, or resample the table "
                     "of an image model with image.set_input_size(img_size)"
                 )
+            elif "encoding" in name.split("."):
+                advice = "; to keep the model's own frequencies, remove the entries of encoding modules from state_dict"
             raise ValueError(
                 f"state_dict: expected {name} of shape {tuple(own[name].shape)}, got {tuple(inflated[name].shape)} "
                 f"after inflating {tuple(given[name].shape)}{advice}"

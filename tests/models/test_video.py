@@ -382,6 +382,15 @@ def test_invalid_weights():
         inflate({"model": image.state_dict()}, model)
 
 
+def test_frequencies_of_two_axes_are_refused_with_advice():
+    image, model = LrpeVisionTransformer(**IMAGE, encoding="mixed"), build(encoding="mixed")
+    weights = image.state_dict()
+    with pytest.raises(ValueError, match=r"encoding\.0\.omega of shape .*; to keep the model's own freq"):
+        inflate(weights, model)
+    kept = {name: value for name, value in weights.items() if "encoding" not in name.split(".")}
+    assert model.load_state_dict(inflate(kept, model)).missing_keys == []
+
+
 @pytest.mark.parametrize(("image_classes", "classes"), [(7, 10), (0, 10), (7, 0), (10, 10)])
 def test_model_keeps_its_head_if_the_classes_differ(image_classes, classes):
     image = LrpeVisionTransformer(**{**IMAGE, "num_classes": image_classes})

@@ -308,7 +308,7 @@ def test_command_line(folder, tmp_path):
     command = ["--data", str(folder), "--out", str(out), "--device", "cpu", "--batch", "8"]
     for more, message in (
         (["--encoding", "rope"], "unknown 'rope'"),
-        (["--size", "9"], "--size: expected a multiple of 2"),
+        (["--size", "9"], "--size: expected a multiple of --patch 2, got 9"),
         (["--parts", "4", "--fold", "4"], "--fold: expected 0 to --parts - 1 = 3"),
         (["--drop-text", "1"], "--drop-text: expected"),
         (["--dim", "32", "--heads", "4", "--encoding", "flux1", "--parts", "4"], "flux1 doesn't support 8"),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import struct
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import typer
 from lrpe_md.models.video import LrpeVideoTransformer
 from lrpe_md.models.vit import LrpeVisionTransformer
 from lrpe_md.scripts.train.data import videos as video_data
-from lrpe_md.scripts.train.data.videos import TASKS, VideoError, decode, find_videos, ordered, segments
+from lrpe_md.scripts.train.data.videos import TASKS, VideoError, decode, find_videos, measure, ordered, segments
 from lrpe_md.scripts.train.encodings import VIDEOS, has_position_table
 from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import video as train_video
@@ -87,6 +88,36 @@ def test_decoded_frames_are_the_ones_written(tmp_path, name):
     expected = torch.from_numpy(frames[:, :, 8:40]).permute(0, 3, 1, 2)
     assert (found.float() - expected.float()).abs().mean() < 12
     assert decode(path, 8, name).shape == (5, 3, 8, 8)
+
+
+def turn_anticlockwise(path: Path, turns: int) -> None:
+    """Write the display matrix of a phone held sideways into an .mp4: players rotate its frames by quarter turns."""
+    content = bytearray(path.read_bytes())
+    start = content.index(b"tkhd") + 44  # version 0 of the track header
+    (a, b), one = {0: (1, 0), 1: (0, -1), 2: (-1, 0), 3: (0, 1)}[turns], 1 << 16
+    assert content[start : start + 4] == one.to_bytes(4, "big")
+    content[start : start + 36] = struct.pack(">9i", a * one, b * one, 0, -b * one, a * one, 0, 0, 0, 1 << 30)
+    path.write_bytes(content)
+
+
+@needs_decoder
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("turns", range(4))
+def test_frames_are_rotated_upright(tmp_path, turns, name):
+    frames = brightening(5, 32, 48)
+    frames[:, :16, :24], frames[:, 16:, 24:] = 255, 0
+    path = write_video(tmp_path / "phone.mp4", frames, name)
+    turn_anticlockwise(path, turns)
+    upright = np.rot90(frames, turns, axes=(1, 2))
+    assert measure(path) == upright.shape[1:3]
+    height, width = upright.shape[1:3]
+    for size in ((height, width), (32, 32)):
+        top, left = (height - size[0]) // 2, (width - size[1]) // 2
+        cropped = upright[:, top : top + size[0], left : left + size[1]].copy()
+        expected = torch.from_numpy(cropped).permute(0, 3, 1, 2)
+        found = decode(path, size, name)
+        assert found.shape == expected.shape
+        assert (found.float() - expected.float()).abs().mean() < 12
 
 
 def test_missing_and_unreadable_videos(tmp_path):
@@ -329,9 +360,9 @@ def test_invalid_options(footage, tmp_path):
         return output_of(*with_options(run, *options))
 
     assert "unknown 'rope'" in refused("--encoding", "rope")
-    assert "multiple of 4, at least 4, got 10" in refused("--size", "10")
-    assert "--size: expected a multiple of 4, at least 4, got 0" in refused("--size", "0")
-    assert "--test-size: expected a multiple of 4, or 0 to test only at --size, got 6" in refused("--test-size", "6")
+    assert "multiple of --patch 4, at least 4, got 10" in refused("--size", "10")
+    assert "--size: expected a multiple of --patch 4, at least 4, got 0" in refused("--size", "0")
+    assert "--test-size: expected a multiple of --patch 4, or 0 to test only at --size" in refused("--test-size", "6")
     said = "--reference: expected FRAMESxSIZE, such as 4x8, in multiples of --tubelet 1 and --patch 4, got "
     for wrong in ("8", "4x10", "0x8", "4x8x8"):
         assert said + wrong in refused("--reference", wrong)
@@ -639,7 +670,7 @@ def test_a_finished_run_is_tested_at_another_length(footage, tmp_path):
     assert longer["loss"] == trained["loss"]
     with pytest.raises(typer.BadParameter, match=r"--test-frames: expected at most 40 frames, which fit .* got 44"):
         train_once(footage, first, test_frames=44)
-    with pytest.raises(typer.BadParameter, match=r"--test-frames: expected a multiple of 2, or 0 to test only at --f"):
+    with pytest.raises(typer.BadParameter, match=r"--test-frames: expected a multiple of --tubelet 2, or 0 to test"):
         train_once(footage, first, tubelet=2, test_frames=3)
 
 

@@ -35,7 +35,7 @@ OPENED_AS = {
     "protocol_whitelist": "file",
 }
 DECODERS = {"pyav": "av", "opencv": "cv2"}
-LAYOUT = 1  # version of cached frames; change it if decode returns different frames
+LAYOUT = 2  # version of cached frames; change it if decode returns different frames
 
 
 class VideoError(typer.BadParameter):
@@ -93,7 +93,7 @@ def decoder(name: str | None = None) -> str:
 def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) -> Tensor:
     """Decode and centre-crop all frames of a file, as RGB in uint8 (F, 3, height, width).
 
-    ``size`` is the height and width, or one number for both.
+    Frames are rotated upright, as a video player shows them. ``size`` is the height and width, or one number for both.
     """
     shape = (size, size) if isinstance(size, int) else size
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder(with_)](path, shape)
@@ -113,7 +113,7 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
 
 
 def measure(path: Path) -> tuple[int, int]:
-    """Return the height and width of the frames in a file."""
+    """Return the height and width that the frames in a file have when upright."""
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder()](path, None)
     next(frames)
     for frame in frames:
@@ -149,8 +149,11 @@ def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
             counts = [stream.frames, seconds * float(stream.average_rate or 0)]  # an edit list can hide frames
             yield min((count for count in counts if count), default=0)
             for frame in container.decode(video=0):
-                height, width = _scaled(frame.height, frame.width, shape)
-                yield frame.reformat(width, height, format="rgb24", interpolation="AREA").to_ndarray()
+                turns = round(frame.rotation / 90)  # quarter turns anticlockwise that show the frame upright
+                stored = (shape[1], shape[0]) if shape and turns % 2 else shape
+                height, width = _scaled(frame.height, frame.width, stored)
+                resized = frame.reformat(width, height, format="rgb24", interpolation="AREA")
+                yield np.rot90(resized.to_ndarray(), turns)
     except (FFmpegError, OSError) as error:
         raise VideoError(f"{path} can't be read as a video ({error}); leave it out or re-encode it") from error
 

@@ -175,7 +175,7 @@ class DiffusionTraining(GenerativeTraining):
             )
             for name, size in (("--size", self.size), ("--test-size", self.test_size)):
                 if size % self.patch:
-                    raise typer.BadParameter(f"{name}: expected a multiple of {self.patch}, got {size}")
+                    raise typer.BadParameter(f"{name}: expected a multiple of --patch {self.patch}, got {size}")
             parse_mixed(self.mix_sizes, self.size, self.patch)
         else:
             sides = {n for shapes in self.latents["shapes"].values() for shape in shapes for n in shape}

@@ -157,7 +157,7 @@ class VideoTraining(Training):
                 object.__setattr__(self, name, default)
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
-        for name, by in (("size", self.patch), ("frames", self.tubelet)):
+        for name, by, unit in (("size", self.patch, "patch"), ("frames", self.tubelet, "tubelet")):
             for option_name, least in (
                 (name, f", at least {by}"),
                 (f"test_{name}", f", or 0 to test only at --{name}"),
@@ -165,7 +165,7 @@ class VideoTraining(Training):
                 value = getattr(self, option_name)
                 if value % by or (value < 1 and option_name == name):
                     raise typer.BadParameter(
-                        f"--{option_name.replace('_', '-')}: expected a multiple of {by}{least}, got {value}"
+                        f"--{option_name.replace('_', '-')}: expected a multiple of --{unit} {by}{least}, got {value}"
                     )
         if self.task == "labels":
             reason = "does not work with --task labels, which tests whole videos; leave out --segment"
