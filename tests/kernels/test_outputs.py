@@ -229,7 +229,7 @@ ERRORS = {
         lambda: call(Q, K, (None, K.clone()), omega=torch.rand(1, 8, 1, requires_grad=True)), "out: expected no grad",
     ),
     "of out": (
-        lambda: call(Q, K, (None, K.clone().requires_grad_())), 
+        lambda: call(Q, K, (None, K.clone().requires_grad_())),
         r"out\[1\]: expected a tensor that does not require grad",
     ),
     "vmap": (

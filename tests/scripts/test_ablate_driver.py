@@ -726,7 +726,7 @@ def test_a_report_of_another_task_is_refused(tmp_path):
         (
             "pictures",
             [],
-            r"DATA {data}: found no images; expected class folders \(CLASS/\*\.png .* with --set label, or the root",
+            r"DATA {data}: found no images; expected class folders \(CLASS/\*\.png .* with --set label, or the",
         ),
         ("idx", ["--set", "size=15"], "--set size: expected a side or HEIGHTxWIDTH in multiples of 4, got '15'"),
         ("idx", ["--set", "batch=99"], "--set batch=99: expected at most 24, the number of training images"),
