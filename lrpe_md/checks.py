@@ -34,7 +34,7 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
 def describe_positions(value: Any) -> str:
     """Describe invalid positions for an error message, with advice if the value looks like a grid shape."""
     if isinstance(value, Tensor):
-        return "a Tensor; wrap it in Coordinates(..)"
+        return "a Tensor; pass Coordinates(tensor)"
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not sizes or any(type(size) is not int for size in sizes):
         return type(value).__name__
@@ -97,8 +97,8 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
         return
     shown = ", ".join(map(str, cu_seqlens[:8].tolist())) + (", .." if len(cu_seqlens) > 8 else "")
     raise ValueError(
-        f"cu_seqlens: expected offsets from 0 to {'' if to_the_end else 'at most '}{num_tokens} (the number of tokens) "
-        f"that never decrease, got [{shown}]; pass 0 followed by the cumulative sum of the lengths"
+        f"cu_seqlens: expected non-decreasing offsets from 0 to {'' if to_the_end else 'at most '}{num_tokens} (the "
+        f"number of tokens), got [{shown}]; pass 0 followed by the cumulative sum of the lengths"
     )
 
 
@@ -190,11 +190,11 @@ def check_dense(name: str, value: Any, form: str) -> None:
         raise TypeError(f"{name}: expected a tensor of shape {form}, got {type(value).__name__}")
     if value.is_nested:
         raise TypeError(
-            f"{name}: expected a dense tensor of shape {form}, got a nested one; pad it, or pack its sequences "
+            f"{name}: expected a dense tensor of shape {form}, got a nested tensor; pad it, or pack its sequences "
             "into (1, H, N, D) and describe their positions with lrpe_md.pack or cu_seqlens"
         )
     if value.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor of shape {form}, got {value.layout}; use to_dense()")
+        raise TypeError(f"{name}: expected a dense tensor of shape {form}, got {value.layout}; call to_dense()")
 
 
 def is_real(t: Tensor) -> bool:

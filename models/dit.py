@@ -330,7 +330,7 @@ class DiT(nn.Module):
             if text_encoder is not None:
                 raise ValueError(
                     "text_width, pooled_width: expected None with a text_encoder, which defines both, got "
-                    f"{text_width}, {pooled_width}; leave them out"
+                    f"{text_width}, {pooled_width}; leave out both"
                 )
             text_encoder = TextFeatures(text_width or 0, pooled_width)
         self.text_encoder = text_encoder
@@ -458,7 +458,8 @@ class DiT(nn.Module):
         """
         if self.text_encoder is None:
             raise ValueError(
-                "text: expected None, because the model has no text_encoder; build it with one, or with text_width="
+                "text: expected None, because the model has no text_encoder; build the model with text_encoder= or "
+                "text_width="
             )
         encoded = text if isinstance(text, Text) else self.text_encoder(text)
         if not isinstance(encoded, Text):
@@ -495,7 +496,7 @@ class DiT(nn.Module):
             return like.zeros(batch)
         raise TypeError(
             f"text_encoder: {type(self.text_encoder).__name__} has no method empty(batch), which returns empty "
-            "conditions; add one, or pass text= (and negative= for guidance)"
+            "conditions; add this method, or pass text= (and negative= for guidance)"
         )
 
     def forward(
@@ -576,7 +577,9 @@ class DiT(nn.Module):
         """Return the condition of each sample, or the empty condition where ``drop`` is True."""
         if self.text_encoder is None and text is None:
             if drop is not None:
-                raise ValueError("drop: expected None, because the model has no text_encoder; build it with one")
+                raise ValueError(
+                    "drop: expected None, because the model has no text_encoder; build the model with text_encoder="
+                )
             return Text(None)
         if text is None:
             return self.empty_text(batch)

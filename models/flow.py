@@ -203,7 +203,7 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
     if text is None:
         wanted = model.empty_text(batch)
     if away.batch_size not in (1, batch):
-        raise ValueError(f"negative: expected batch size 1, or {batch} as in text, got {away.batch_size}")
+        raise ValueError(f"negative: expected batch size 1, or {batch} like text, got {away.batch_size}")
     away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
     both = join_texts(wanted, away)
 
@@ -238,7 +238,7 @@ def integrate(velocity: Velocity, z: Tensor, times: Tensor, method: Method = "he
     two calls per step).
     """
     if method not in ("euler", "heun"):
-        others = "; dpm++ and unipc are only samplers of `lrpe-md train sample`" if method in ("dpm++", "unipc") else ""
+        others = "; only `lrpe-md train sample` supports dpm++ and unipc" if method in ("dpm++", "unipc") else ""
         raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}{others}")
     times = times.to(z.device, torch.promote_types(z.dtype, torch.float32))[:, None].expand(-1, z.shape[0])
     for now, then in pairwise(times):

@@ -63,7 +63,7 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
         whole = before is not None and kept == frames
         context.carried.after.append(tuple(t if prefix or whole else t.clone() for t in parts))
     if not isinstance(grid, Grid) and (window is not None or before is not None):
-        raise ValueError("window: expected None if tokens are dropped, because it needs positions on a grid")
+        raise ValueError("window: expected None if tokens are dropped, because a window needs positions on a grid")
     if window is None or frames <= window:
         mask = _mask_frames(q.shape[2], k.shape[2], prefix, size, k.device) if before is None or new > 1 else None
         return _attend_window(attn, q, k, v, context, (frames, new if before is not None else None), mask)

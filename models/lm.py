@@ -104,7 +104,7 @@ class LmConfig:
             )
         if self.scheme is not None and self.scheme.frequencies.num_axes != 1:
             raise ValueError(
-                f"encoding: expected a scheme on one axis, got one with {self.scheme.frequencies.num_axes}"
+                f"encoding: expected a scheme on one axis, got one on {self.scheme.frequencies.num_axes} axes"
             )
         if self.map == "rotate" and self.head_dim % 2:
             raise ValueError(f"dim: expected an even head_dim for a rotation, got {self.dim} / {self.num_heads} heads")

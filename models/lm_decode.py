@@ -132,7 +132,7 @@ class Decoder:
         padding, length = self.cache.padding, prompt.shape[1]
         if padding.device.type == "cpu" and not 0 <= padding.min() <= padding.max() <= length:
             raise ValueError(
-                f"padding: expected from 0 to {length} tokens, the length of the prompts, got {padding.tolist()}; pass "
+                f"padding: expected 0 to {length} tokens (the length of the prompts), got {padding.tolist()}; pass "
                 "the result of left_pad"
             )
 

@@ -80,12 +80,12 @@ class TubeletEmbed(nn.Module):
 
     def dynamic_feat_size(self, size: Sequence[int]) -> tuple[int, ...]:
         """Return the grid size (T, H, W) for a video of size (frames, height, width)."""
-        return self._divide(size, "x: expected frames, height and width to be", "crop or pad it")
+        return self._divide(size, "x: expected frames, height and width to be", "crop or pad x")
 
     def _divide(self, size: Sequence[int], expected: str, remedy: str) -> tuple[int, ...]:
         if len(size) != 3 or any(n < p or n % p for n, p in zip(size, self.patch_size, strict=True)):
             raise ValueError(
-                f"{expected} multiples of {self.patch_size} (tubelet_size, patch_size), got {tuple(size)}; {remedy}"
+                f"{expected} multiples of tubelet_size and patch_size, {self.patch_size}, got {tuple(size)}; {remedy}"
             )
         return tuple(n // p for n, p in zip(size, self.patch_size, strict=True))
 
@@ -265,7 +265,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             if self.causal is None or "softmax" not in attentions:
                 raise ValueError(
                     f"window: expected None unless causal='frames' and a layer has attention='softmax', got {frames} "
-                    f"with {self.causal!r}, {', '.join(sorted(attentions))!r}"
+                    f"with causal={self.causal!r}, attention={', '.join(sorted(attentions))!r}"
                 )
 
     def positions(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Grid | Coordinates:
@@ -538,7 +538,7 @@ def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Map
     if not given.keys() & own.keys():
         raise ValueError(
             f"state_dict: expected the weights of a ViT, such as patch_embed.proj.weight, got {list(given)[:3]}; if "
-            "one of these holds the weights, pass it"
+            "one of these entries contains the weights, pass that entry"
         )
     expected, found = _read_sizes(own), _read_sizes(inflated)
     wrong = [name for name in expected.keys() & found.keys() if expected[name] != found[name]]

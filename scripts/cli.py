@@ -41,7 +41,7 @@ DEVELOPMENT = {
     "fuzz": "Check random configurations against the formula.",
 }
 OPTIONS = {
-    "--import MODULE": "Import your module first, for example to register schemes. Any program accepts it.",
+    "--import MODULE": "Import a module first, for example to register schemes. All programs accept this option.",
     "--version": "Print the version.",
     "--help": "Print this message.",
 }
@@ -170,4 +170,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         close = [f"train {name}"] if name in TRAIN else get_close_matches(name, EVERYTHING, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         known = ", ".join(EVERYTHING)
-        raise SystemExit(f"lrpe-md: unknown {name!r}{hint} Expected one of {known}. Run `lrpe-md --help`.")
+        raise SystemExit(f"lrpe-md: unknown program {name!r}{hint} Expected one of {known}. Run `lrpe-md --help`.")

@@ -196,7 +196,7 @@ def replace_folder(out: Path, made: Path) -> None:
         if not config.is_file() or f'name = "{NAME}"' not in config.read_text(encoding="utf-8"):
             raise KernelError(
                 f"--out {out}: expected a new folder, or one that contains a kernel written by this command; choose "
-                "another"
+                "another folder"
             )
     if out.exists():
         shutil.rmtree(out)

@@ -310,8 +310,8 @@ def _axis_per_head(
     for axis, (theta, number) in enumerate(zip(thetas, sections, strict=True)):
         if theta.shape[0] != 1 or theta.shape[1] < num_channels:
             raise ValueError(
-                f"theta: expected shape (n,) with n >= {num_channels}, shared by the heads of axis {axis} ('head'), "
-                f"got {tuple(theta.shape)}"
+                f"theta: expected shape (n,) with n >= {num_channels}, shared by the heads of axis {axis}, with "
+                f"axis_map='head', got {tuple(theta.shape)}"
             )
         laid = F.pad(theta[:, :num_channels, None], (axis, num_axes - 1 - axis))
         heads.append(laid.expand(number, -1, -1))

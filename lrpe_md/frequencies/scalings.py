@@ -67,7 +67,9 @@ def yarn_scaling(
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()
     if num < 2 or not (first > last).all():
-        raise ValueError(f"theta: expected a decreasing geometric series, got {tuple(theta.shape)}")
+        raise ValueError(
+            f"theta: expected a decreasing geometric series, got other values of shape {tuple(theta.shape)}"
+        )
     step = (first - last) / (num - 1)
     # Return the (fractional) index of the frequency that makes `turns` turns in the original length.
     low, high = ((first - math.log(2 * math.pi * turns / original_length)) / step for turns in (fast, slow))
@@ -240,10 +242,10 @@ def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
     """Check the time, and return it as float64 on theta's device."""
     if isinstance(time, Tensor):
         if time.ndim:
-            raise ValueError(f"time: expected one number, got {tuple(time.shape)}")
+            raise ValueError(f"time: expected one number, got a tensor of shape {tuple(time.shape)}")
         return time.to(theta.device, torch.float64)
     if not 0 <= time <= 1:
-        raise ValueError(f"time: expected the diffusion time, from 1 (noise) to 0, got {time}")
+        raise ValueError(f"time: expected a diffusion time from 1 (noise) to 0 (data), got {time}")
     return torch.full((), time, dtype=torch.float64, device=theta.device)
 
 

@@ -47,7 +47,7 @@ def _make(name: str) -> nn.Module:
     """Build a model from a configuration or a timm name. Raise ValueError or OSError if there is none."""
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     if path.suffix == ".json" and not path.is_file():
-        raise ValueError("expected a configuration, found no such file")
+        raise ValueError("expected a configuration, got a path that does not exist")
     config = _read(path) if path.is_file() else None
     if config is None and "/" not in name:
         import timm

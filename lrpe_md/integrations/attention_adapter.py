@@ -339,7 +339,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
             f"{path}: expected q and k of shape (B, H, N, D) in scaled_dot_product_attention, got {tuple(q.shape)} and "
-            f"{tuple(k.shape)}. Leave this module out with modules=, or reshape q and k"
+            f"{tuple(k.shape)}. Exclude this module with modules=, or reshape q and k"
         )
     if q.shape[2] != k.shape[2]:
         raise ValueError(
@@ -473,12 +473,12 @@ def adapt_attention(
     """
     if not isinstance(model, nn.Module) or hasattr(model, "_orig_mod"):
         kind = type(model).__name__
-        raise TypeError(f"model: expected an nn.Module that is not compiled, got {kind}; adapt before torch.compile")
+        raise TypeError(f"model: expected an nn.Module that is not compiled, got {kind}; adapt the model first")
     if not callable(positions):
         _check_positions(positions)
     found = _find_attentions(model, modules)
     if hasattr(model, name):
-        raise ValueError(f"name: expected an attribute that the model does not have, got {name!r}; choose another")
+        raise ValueError(f"name: expected an attribute that the model does not have, got {name!r}; choose another name")
     built = _build(encoding, dict(encoding_kwargs or {}), found, positions, (num_axes, head_dim, num_heads))
     model.add_module(name, built.train(model.training))
     adaptation = _Adaptation(model, name, positions)
@@ -507,7 +507,7 @@ def restore_attention(model: Model) -> Model:
         if replaced or own not in [forward.adaptation for forward in chain]:
             raise ValueError(
                 f"model: expected the forward methods that adapt_attention set, got a different one in "
-                f"{(replaced or ['the model'])[0]}. Remove what replaced it first"
+                f"{(replaced or ['the model'])[0]}. Undo that change first"
             )
     for forward in chain:
         forward.remove()
@@ -591,8 +591,8 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
         if isinstance(module, nn.MultiheadAttention):
             raise TypeError(
                 f"modules: expected attention modules that call scaled_dot_product_attention, got {path}, an "
-                "nn.MultiheadAttention, which may run as one fused operator. Leave it out, or write the attention "
-                "with F.scaled_dot_product_attention"
+                "nn.MultiheadAttention, which may run as one fused operator. Exclude this module, or write its "
+                "attention with F.scaled_dot_product_attention"
             )
     return found
 

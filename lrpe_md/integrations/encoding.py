@@ -128,9 +128,8 @@ def build_encoding(
         make, usual = _of_preset(encoding, kwargs, head_dim, num_heads)
     elif isinstance(encoding, str) or not callable(encoding):
         expected = (
-            "'cosine', 'rotate', 'mixed', 'none', a name from lrpe_md.list_presets(), None, a Preset, a Scheme, an "
-            "nn.Module, a factory (head_dim, num_heads) -> nn.Module, or the name of a scheme registered by an "
-            "imported module"
+            "'cosine', 'rotate', 'mixed', 'none', a name from lrpe_md.list_presets() (including registered schemes), a "
+            "Preset, a Scheme, an nn.Module, a factory (head_dim, num_heads) -> nn.Module, or None"
         )
         remedy = REMEDIES.get(str(encoding), "")
         known = () if remedy else (*RESERVED, *list_presets())
@@ -322,12 +321,12 @@ def explain_misplaced_options(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         for key in sorted(options & kwargs.keys()):
             raise TypeError(
-                f"{key}: belongs in encoding_kwargs, got it as an argument of {name}; pass "
+                f"{key}: belongs in encoding_kwargs, not in the arguments of {name}; pass "
                 f"encoding_kwargs={{{key!r}: {kwargs[key]!r}}}"
             )
         if "reference" in kwargs and not own & {"reference", "positions"}:  # positions= has no reference
             raise TypeError(
-                f"reference: belongs to the model, got it as an argument of {name}; set "
+                f"reference: expected as an attribute of the model, not as an argument of {name}; set "
                 f"model.reference = {kwargs['reference']!r} afterwards"
             )
         return function(*args, **kwargs)

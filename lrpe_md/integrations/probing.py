@@ -143,7 +143,7 @@ class Probe:
         outs = [o.cpu() for o in items if o is not None]
         if [o.shape for o in outs] not in [[(*x.shape[:-1], n * x.shape[-1]) for x in xs] for n in self.widths]:
             shapes = [", ".join(str(tuple(t.shape)) for t in each) for each in (outs, xs)]
-            raise Unlike(1, f"returns {shapes[0]} for {shapes[1]}")
+            raise Unlike(1, f"returns tensors of shape {shapes[0]} for inputs of shape {shapes[1]}")
         originals = zip((*xs, *leaves), inputs, strict=True)
         if not all(torch.equal(t, copy.cpu()) for t, copy in originals if isinstance(t, Tensor)):
             raise Unlike(3, "changes its arguments in place")
@@ -290,7 +290,7 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
         raise Unlike(4, f"{'scales' if hit[0] == start else 'moves'} channels without rotating them in pairs")
     distance = hit[1] - hit[0] if len(hit) == 2 else 0
     if not distance or hit[0] != start or width % (2 * distance):
-        raise Unlike(4, f"mixes channel {start} into channels {hit[:4]}, which is not a pair of a known layout")
+        raise Unlike(4, f"mixes channel {start} into channels {hit[:4]}, which do not form a pair of a known layout")
     in_x = next((d for d in (distance, 1, width // 2) if find_channels(respond(d)) == hit), distance)
     first, first_in_x = firsts(width, distance), firsts(width, in_x)
     a, b = (respond(mask)[..., start : start + width] for mask in (first_in_x, ~first_in_x))
@@ -379,8 +379,8 @@ class Reading:
         else:
             if not self.total:
                 raise Unlike(
-                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles in a different "
-                    "argument or tensor of the object. If the function computes them from positions, see recognise()"
+                    4, "uses other angles than those in the argument or tensor where drop_in looks for them. If the "
+                    "function computes them from positions, see recognise()"
                 )  # fmt: skip
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
                 raise Unlike(5, "negates cos, or swaps cos and sin, so it does not rotate by the tables")
@@ -544,7 +544,7 @@ def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
     if len({t.inverse for t in turns}) > 1:
         raise Unlike(5, "rotates its tensors by opposite angles")
     if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
-        raise Unlike(5, "has tables that vary along a dimension other than that of the tokens")
+        raise Unlike(5, "has tables that vary along a dimension other than tokens")
     like_next = (*map(operator.eq, turns, turns[1:]), False)
     plan = RotationPlan(turns, like_next, layout.relations, probe.form, (torch.float32,) * len(turns))
     if not compare(probe, plan, probe.inputs(shapes, 2)):

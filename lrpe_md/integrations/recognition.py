@@ -105,7 +105,10 @@ def recognise(
         reason = str(e)
     try:
         quietly(lambda: _recognise(_swap_heads_and_tokens(function), grid, sizes, str(device)))
-        reason = "takes (1, N, H, D); wrap it so that it transposes its inputs and outputs with .transpose(1, 2)"
+        reason = (
+            "expects x of shape (1, N, H, D); wrap it in a function that transposes x and its result with "
+            ".transpose(1, 2)"
+        )
     except Unlike:
         pass  # the layout is not the reason
     raise TypeError(f"function: expected a rotation of x (1, H, N, D) by positions, got {name}, which {reason}")
@@ -130,7 +133,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     count = max(1, sum(p.default is p.empty and p.kind in positional for p in parameters))
     if count > 2:
-        raise Unlike(0, f"takes {count} arguments; wrap it with its positions so that it takes only x, or q and k")
+        raise Unlike(0, f"takes {count} arguments; wrap it in a function that takes only x, or only q and k")
     key = (("data", 4, torch.float64, sizes[-1]),) * count
     probe = Probe(lambda xs, _: function(*[x.clone() for x in xs]), key, device, (1, 2))  # the cosine map doubles x
     dtype = torch.float64

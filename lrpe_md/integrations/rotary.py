@@ -275,7 +275,7 @@ def _restore(found: dict[str, Any]) -> dict[str, Changes]:
         if copies.original_class(type(part)) is None:
             raise ValueError(
                 f"{path or 'model'}: expected a class created by adapt_rotary, got its subclass {type(part).__name__}; "
-                "adapt or restore before fully_shard"
+                "adapt or restore the model before fully_shard"
             )
     changes = {path: values for path, part in adapted.items() if (values := detach(part)) is not None}
     for part in found.values():

@@ -242,7 +242,7 @@ def read_formula(path: str, module: nn.Module) -> Formula:
     raise ValueError(
         f"{path}: expected a module whose tables are known, got {type(module).__name__}; for a language model, set "
         "rope_parameters in its configuration before you load the model; for any other module, change its frequencies "
-        "yourself, or the coordinates that it receives, such as those scaled by LTX's rope_interpolation_scale"
+        "or the coordinates that it receives (for LTX, with rope_interpolation_scale)"
     )
 
 
@@ -328,7 +328,7 @@ def _find_bound(path: str, module: Any, method: str) -> dict[str, Any]:
     if method in vars(module) and not bound:
         raise ValueError(
             f"{path}: expected a module that runs the {method} method of its class, {type(module).__name__}, got one "
-            f"with its own {method}; call set_scaling(model, None) before you replace the method, and before diffusers "
-            "adds hooks, as for group offloading"
+            f"with a replaced {method}; call set_scaling(model, None) before you replace the method, and before "
+            "diffusers adds hooks (for example for group offloading)"
         )
     return bound

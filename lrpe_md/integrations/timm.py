@@ -545,7 +545,7 @@ def _attentions(model: Any) -> list[list[Any]]:
             if isinstance(getattr(model, name, None), (timm_vit.VisionTransformer, LrpeVisionTransformer)):
                 raise TypeError(
                     f"model: expected a timm VisionTransformer, not a wrapper around one, got {kind}; adapt "
-                    f"the model inside (model.{name}), or before you wrap it"
+                    f"model.{name}, or adapt the model before you wrap it"
                 )
         if isinstance(model, str):
             raise TypeError(f"model: expected a timm VisionTransformer, got {model!r}; pass the model first")
@@ -572,8 +572,8 @@ def _attentions(model: Any) -> list[list[Any]]:
             if find_adapted_forward(m) is not None or (type(m) is Attention and "forward" in vars(m)):
                 raise ValueError(
                     f"model: expected attention layers with the forward method of their class, got blocks[{i}] with a "
-                    "replaced one. After adapt_attention, call restore_attention first; otherwise, remove what "
-                    "replaced it"
+                    "replaced one. After adapt_attention, call restore_attention first; otherwise, undo the "
+                    "replacement"
                 )
         blocks.append(inside)
     found = [m for inside in blocks for m in inside]

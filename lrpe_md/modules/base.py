@@ -522,18 +522,18 @@ class FrequencyModule(nn.Module):
                 return
             if x.shape[3] != self.head_dim:
                 raise ValueError(
-                    f"{name}: expected head_dim={self.head_dim}, got {x.shape[3]} (shape {tuple(x.shape)}); "
-                    f"build the module with head_dim={x.shape[3]}"
+                    f"{name}: expected head_dim={self.head_dim}, got {x.shape[3]} in a tensor of shape "
+                    f"{tuple(x.shape)}; build the module with head_dim={x.shape[3]}"
                 ) from None
             if x.shape[1] % self.num_heads:
                 raise ValueError(
                     f"{name}: expected a number of heads divisible by num_heads={self.num_heads} (the number of key "
-                    f"heads), got {x.shape[1]} (shape {tuple(x.shape)})"
+                    f"heads), got {x.shape[1]} in a tensor of shape {tuple(x.shape)}"
                     + (remedy(x, wheres[0]) or f"; build the module with num_heads={xs[-1].shape[1]}")
                 ) from None
             if x.device != own.device:
                 raise ValueError(
-                    f"{name}: expected a tensor on the module's device {own.device}, got {x.device}; move one of them"
+                    f"{name}: expected a tensor on the module's device {own.device}, got {x.device}; move either"
                 ) from None
         for where in wheres:
             if isinstance(where, Tensor):
@@ -571,7 +571,7 @@ class FrequencyModule(nn.Module):
     def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, **options: Any) -> Any:
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
-            raise ValueError(f"xs: expected both q and k (only the keys have a phase), got {len(xs)} tensor(s)")
+            raise ValueError(f"xs: expected both q and k, because only the keys have a phase, got {len(xs)}")
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
         positions = self.locate(positions) if self.moved else positions
         if self.map == "cosine":

@@ -248,8 +248,8 @@ class Rotate1d(RotateMd):
         gain = self._buffers.get("amplitude")
         if gain is None and not (isinstance(amplitude, (int, float)) and amplitude == 1):
             raise ValueError(
-                "amplitude: expected 1, because the module was built without an amplitude; build it with amplitude=1.0 "
-                "to change it"
+                "amplitude: expected 1, because the module was built without an amplitude; to change the amplitude "
+                "later, build the module with amplitude=1.0"
             )
         if isinstance(gain, Tensor) and isinstance(amplitude, Tensor):
             try:
@@ -347,7 +347,7 @@ class Rotate1d(RotateMd):
         if out is not None or out_start is not None:
             raise ValueError("out: expected None with scale_base, because xPos scales the rotated values")
         if len(xs) != 2:
-            raise ValueError(f"xs: expected both q and k, got {len(xs)} tensor; xPos scales them differently")
+            raise ValueError(f"xs: expected both q and k, got {len(xs)} tensor; xPos scales q and k differently")
         if inverse:
             raise ValueError("inverse: expected False with scale_base, got True")
         if type(positions) is Packed:

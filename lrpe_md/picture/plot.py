@@ -183,9 +183,9 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
         )
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
         raise TypeError(
-            "scheme: expected a name, a Scheme, a Preset, a module such as RotateMd, a model that stores it as "
-            f"model.encoding, or a tensor omega (H or 1, C, K), got {type(scheme).__name__}; for a model with its own "
-            "RoPE, pass the name of its preset or its frequencies"
+            "scheme: expected a name, a Scheme, a Preset, a module such as RotateMd, a model with an "
+            f"encoding (model.encoding), or a tensor omega (H or 1, C, K), got {type(scheme).__name__}; for a model "
+            "with its own RoPE, pass the name of its preset or its frequencies"
         )
     if head_dim is not None or num_heads is not None:
         raise ValueError(

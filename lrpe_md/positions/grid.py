@@ -257,7 +257,7 @@ class Grid(Rules):
             if 0 < a < b and n > 1 and length < 0:
                 raise ValueError(
                     f"start, stop: the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, would "
-                    f"precede start = {a:g}; increase stop = {b:g}, or use rescale((stop - start) / n).offset(start), "
+                    f"precede start = {a:g}; increase stop, or use rescale((stop - start) / n).offset(start), "
                     "which has equal steps"
                 )
             steps.append(length / larger(n - 1, 1))

@@ -449,7 +449,7 @@ def _rows(
 def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str | None) -> list[Coordinates]:
     """Convert each sample to a table with one row per token, all on one device."""
     if isinstance(samples, (Grid, Coordinates, Tensor)):
-        raise TypeError(f"samples: expected a list of layouts, got {describe_positions(samples)}; pass one per sample")
+        raise TypeError(f"samples: expected a list with one layout per sample, got {describe_positions(samples)}")
     if not samples:
         raise ValueError("samples: expected at least one layout, got none")
     for i, sample in enumerate(samples):

@@ -509,9 +509,9 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
     if not isinstance(scheme, Scheme):
         raise TypeError(f"scheme: expected an lrpe_md.Scheme, got {type(scheme).__name__}")
     if name in SCHEMES or name in RESERVED:
-        raise ValueError(f"name: expected a name that is not a published preset or an encoding, got {name!r}")
+        raise ValueError(f"name: expected a name that is neither a published preset nor an encoding, got {name!r}")
     if name in REGISTERED and not overwrite:
-        raise ValueError(f"name: expected a name that is not registered, or overwrite=True, got {name!r}")
+        raise ValueError(f"name: expected an unregistered name, or overwrite=True, got {name!r}")
     make_preset(name, scheme, scheme.head_dim, scheme.num_heads)
     REGISTERED[name] = scheme
 

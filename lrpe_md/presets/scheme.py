@@ -221,7 +221,9 @@ def _call(name: str, function: Callable[..., Tensor], args: dict[str, Any], shap
     check_precise(name, found.dtype)
     if found.shape not in shapes:
         expected = " or ".join(map(str, dict.fromkeys(shapes)))
-        raise ValueError(f"{name}: expected a function that returns shape {expected}, got {tuple(found.shape)}")
+        raise ValueError(
+            f"{name}: expected a function that returns a tensor of shape {expected}, got {tuple(found.shape)}"
+        )
     return found
 
 
@@ -331,7 +333,7 @@ class Scheme:
                 AugmentPositions(**self.augment)
             except (TypeError, ValueError) as error:
                 raise ValueError(
-                    f"augment: expected AugmentPositions' arguments, got {self.augment}: {error}"
+                    f"augment: expected arguments of AugmentPositions, got {self.augment}: {error}"
                 ) from error
 
     def has_grid(self, num_axes: int) -> bool:
@@ -449,7 +451,7 @@ class Preset:
             for option in options.keys() - set(taken):
                 raise TypeError(
                     f"{option}: {self.name}'s grids accept {' and '.join(taken) or 'no options'}, got "
-                    f"{options[option]!r}; leave it out, or use a Scheme whose grid function has this argument"
+                    f"{options[option]!r}; leave out {option}, or use a Scheme whose grid function has this argument"
                 )
         shapes = [tuple(s) for s in segments if isinstance(s, (tuple, list))]
         reference = scheme.reference if reference is None else reference

@@ -83,14 +83,14 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="Encoding: NAME or NAME:KEY=VALUE, as in `train`, or ATTENTION/NAME; repeatable. NAME "
-            "can be your own scheme, with --import MODULE. (default: depends on the task)",
+            help="Encoding: NAME, NAME:KEY=VALUE or ATTENTION/NAME; repeatable. NAME can be a "
+            "scheme that your module registers (--import MODULE). (default: depends on the task)",
         ),
     ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Kind of attention: softmax, linear, or one kind per layer, as in linear,softmax. For recall: "
+            help="Kind of attention: softmax, linear, or one kind per layer, such as linear,softmax. For recall: "
             "softmax, add, decay or delta. Repeatable. (default: depends on the task)"
         ),
     ] = None,

@@ -55,7 +55,7 @@ def check_task(folder: Path, task: str) -> None:
     """
     if (folder / "config.json").is_file() and (found := task_of(folder)) in TASKS and found != task:
         raise typer.BadParameter(
-            f"TASK: expected {found}, the task of the runs in {folder}, got {task}; leave it out, or pass another "
+            f"TASK: expected {found}, the task of the runs in {folder}, got {task}; leave out TASK, or pass another "
             "--folder"
         )
 
@@ -95,7 +95,9 @@ def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any],
         typer.BadParameter: if the other folder has no report of the same task, or no results in common.
     """
     if not (against / "results.csv").exists():
-        raise typer.BadParameter(f"--against: expected a folder with results.csv, got {against}; report it first")
+        raise typer.BadParameter(
+            f"--against: expected a folder with results.csv, got {against}; run `report --folder {against}` first"
+        )
     settings, other = config["settings"], read_config(against)["settings"]
     task = TASKS[settings["task"]]
     if other.get("task") != settings["task"]:
@@ -131,7 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     if not (folder / "config.json").exists():
         raise typer.BadParameter(
-            f"{folder}: expected config.json next to the results, found none; also copy it from the output folder"
+            f"{folder}: expected config.json next to the results, found none; copy it from the output folder"
         )
     return read_json(folder / "config.json")
 

@@ -92,7 +92,9 @@ def measure(run: Run, name: str, form: str, whole: Case, angles_ms: dict[str, fl
 def main(
     workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
     form: Annotated[str | None, typer.Option(help=f"Forms of tables: {'; '.join(FORMS)}. (default: all)")] = None,
-    at_least: Annotated[float, typer.Option(help="Minimum speed of tables relative to computed angles.")] = 0.0,
+    at_least: Annotated[
+        float, typer.Option(help="Minimum speed of tables relative to computed angles; fail below this speed.")
+    ] = 0.0,
     limit: Annotated[
         float, typer.Option(help="Time budget in seconds; once it runs out, no new measurement starts.")
     ] = 3600.0,

@@ -351,7 +351,7 @@ def main(
     choose("--backend", [backend], ("auto", *BACKENDS))
     on = choose_device(device)
     if profiling and on.type != "cuda":
-        raise typer.BadParameter("--profile: expected a GPU, but PyTorch finds none; leave it out")
+        raise typer.BadParameter("--profile: expected a GPU, but PyTorch finds none; leave out --profile")
     chosen_modes = choose("--modes", modes.split(","), MODES)
     todo = {model: with_baselines(MODELS[model], wanted) for model in choose("--models", models.split(","), MODELS)}
     for model, names in todo.items():

@@ -212,7 +212,7 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], exten
         if differ:
             text = "; ".join(differ)
             raise typer.BadParameter(
-                f"--out {out} contains runs with different settings ({text}); pass the settings in the folder, "
+                f"--out {out} contains runs with different settings ({text}); pass the same settings, "
                 "or choose another folder"
             )
     elif out.is_dir() and any(file.suffix != ".part" for file in out.iterdir()):

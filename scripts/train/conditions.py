@@ -182,7 +182,7 @@ class FeatureFolder:
         if not about.is_file():
             raise typer.BadParameter(
                 f"--text-features {path}: expected a folder with {FEATURES}, as written by `train features`, got none; "
-                "pass its --out"
+                "pass the --out of `train features`"
             )
         self.about: dict[str, Any] = read_json(about)
         if self.about.get("format") != FORMAT:

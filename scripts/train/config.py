@@ -77,7 +77,9 @@ class Training:
     accumulate: int = option(1, "Micro-batches per step.", least=1, panel=OPTIMISER)
     opt: str = option("adamw", "Optimiser: the name of any timm optimiser.", panel=OPTIMISER)
     lr: float = option(1e-3, "Learning rate after the warm-up.", least=0, panel=OPTIMISER)
-    betas: str = option("", "Betas of the optimiser, such as 0.9,0.95. Default: the optimiser's own.", panel=OPTIMISER)
+    betas: str = option(
+        "", "Betas of the optimiser, such as 0.9,0.95. Default: the optimiser's defaults.", panel=OPTIMISER
+    )
     weight_decay: float = option(
         0.05, "Weight decay, not applied to biases, norms and frequencies.", least=0, off=True, panel=OPTIMISER
     )
@@ -268,7 +270,7 @@ def check_range(name: str, value: Any, metadata: Any) -> None:
     if value == math.inf and below is None:
         below = math.inf
     if (least is not None and not value >= least) or (below is not None and not value < below):
-        wanted = [] if least is None else [f"at least {least}{' (0 is off)' if metadata['off'] else ''}"]
+        wanted = [] if least is None else [f"at least {least}{' (0 disables it)' if metadata['off'] else ''}"]
         wanted += [] if below is None else ["finite" if below == math.inf else f"less than {below}"]
         raise typer.BadParameter(f"{name}: expected {' and '.join(wanted)}, got {value}")
 
@@ -297,7 +299,7 @@ def check_ignored(config: Any, names: str, reason: str) -> None:
 
     Args:
         names: names of the options, separated by spaces.
-        reason: why they have no effect, and what to do.
+        reason: why they have no effect, and what to do. "{option}" stands for the option.
 
     Raises:
         typer.BadParameter: if one of the options differs from its default.
@@ -305,8 +307,8 @@ def check_ignored(config: Any, names: str, reason: str) -> None:
     defaults = {f.name: f.default for f in fields(config)}
     for name in names.split():
         if (value := getattr(config, name)) != defaults[name]:
-            shown = "" if value is True else f" {value}"
-            raise typer.BadParameter(f"--{name.replace('_', '-')}{shown}: {reason}")
+            option, shown = f"--{name.replace('_', '-')}", "" if value is True else f" {value}"
+            raise typer.BadParameter(f"{option}{shown}: {reason.format(option=option)}")
 
 
 def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> dict[str, str]:
@@ -352,8 +354,8 @@ def check_model_options(config: Any, own: dict[str, int | None]) -> None:
     if ignored:
         given = " ".join(f"--{name} {getattr(config, name)}" for name in ignored)
         raise typer.BadParameter(
-            f"{given}: --model {config.model} defines --dim, --depth, --heads and --patch ({own['patch']}); leave them "
-            "out, or leave out --model"
+            f"{given}: --model {config.model} defines --dim, --depth, --heads and --patch ({own['patch']}); leave out "
+            "these options or --model"
         )
 
 

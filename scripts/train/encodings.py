@@ -280,17 +280,17 @@ class Backbone:
     def help(self) -> str:
         """Help text of --encoding."""
         return (
-            f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme "
-            f"{'' if 'axes' in self.can else 'on one axis '}(--import MODULE runs your module, which can register one)."
-            " Options follow the name, as in rotate:base=100,act=relu."
+            f"Position encoding, one of: {', '.join(self.encodings)}; or any preset"
+            f"{'' if 'axes' in self.can else ' on one axis'}, or a scheme that your module registers "
+            "(--import MODULE). Append options to the name, for example rotate:base=100,act=relu."
         )
 
     @property
     def attention_help(self) -> str:
         """Help text of --attention."""
         return (
-            f"Kind of attention, one of: {', '.join(self.attentions)}; or one for each layer, separated by commas and "
-            "repeated over the depth, as in linear,linear,softmax."
+            f"Kind of attention, one of: {', '.join(self.attentions)}; or one per layer, separated by commas and "
+            "repeated over the depth, such as linear,linear,softmax."
         )
 
     def split_attention(self, text: str, option: str = "--attention") -> list[str]:

@@ -92,7 +92,7 @@ def main(
         for option, value in (("--without", without), ("--label", label)):
             if value:
                 raise typer.BadParameter(
-                    f"{option} {value}: only works with images, and --data contains videos; leave it out"
+                    f"{option} {value}: only works with images, and --data contains videos; leave out {option}"
                 )
         images = open_films(data, Split(1, limit=limit or None), condition, sizes)
     else:

@@ -58,7 +58,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
     sizes = np.array([len(group) for group in groups])
     if sizes.sum() < batch:
         raise typer.BadParameter(
-            f"--batch {batch}: expected at most {sizes.sum()}, the number of samples; make it smaller, or add data"
+            f"--batch {batch}: expected at most {sizes.sum()}, the number of samples; use a smaller batch, or add data"
         )  # fmt: skip
 
     @lru_cache(maxsize=2 * len(groups))
@@ -100,7 +100,7 @@ def order_groups(groups: list[np.ndarray], batch: int, seed: int) -> Steps:
 def steps_per_epoch(num: int, batch: int) -> int:
     if num < batch:
         raise typer.BadParameter(
-            f"--batch {batch}: expected at most {num}, the number of samples; make it smaller, or add data"
+            f"--batch {batch}: expected at most {num}, the number of samples; use a smaller batch, or add data"
         )
     return num // batch
 

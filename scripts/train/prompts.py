@@ -112,7 +112,7 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
         if bytes_of > length - 1:
             raise typer.BadParameter(
                 f"--prompt: expected at most {length - 1} bytes, as set by --text-length in training, got {bytes_of}: "
-                f"{prompt!r}; shorten it"
+                f"{prompt!r}; shorten the prompt"
             )
     known = run / "words.txt"
     if known.is_file():
@@ -187,7 +187,8 @@ class Painter:
         if kind == "none":
             if any(prompts):
                 raise typer.BadParameter(
-                    f"{option}: not supported, because the model was trained without captions or classes; leave it out"
+                    f"{option}: not supported, because the model was trained without captions or classes; leave out "
+                    f"{option}"
                 )
             return None
         if self.encoder is None:

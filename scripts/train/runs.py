@@ -116,8 +116,8 @@ def load_frames(folder: str | Path, path: str | Path) -> Tensor:
     settings = _read_video_settings(folder)
     if settings["task"] == "labels" and settings["sampling"] == "uniform":
         raise ValueError(
-            f"folder: expected a run with --sampling dense, got {folder} with uniform, whose clips span the whole "
-            "video; use load_clip"
+            f"folder: expected a run with --sampling dense, got {folder} with --sampling uniform, whose clips span the "
+            "whole video; use load_clip"
         )
     return video.read_clip(Path(path), settings, whole=True)
 

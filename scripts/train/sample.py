@@ -96,9 +96,9 @@ def main(
         float | None,
         typer.Option(max=1, callback=positive, help="Text: top-p for nucleus sampling. (default: 0.95)"),
     ] = None,
-    scaling: Annotated[str | None, typer.Option(help="Text: linear, ntk or yarn scaling to the new length.")] = None,
+    scaling: Annotated[str | None, typer.Option(help="Text: scaling to the new length: linear, ntk or yarn.")] = None,
     size: Annotated[
-        str | None, typer.Option(help="Images: size in pixels, a side or HEIGHTxWIDTH. (default: the training size)")
+        str | None, typer.Option(help="Images: size in pixels, SIDE or HEIGHTxWIDTH. (default: the training size)")
     ] = None,
     scale: Annotated[
         float | None,
@@ -130,7 +130,7 @@ def main(
     npz: Annotated[
         Path | None,
         typer.Option(
-            help="Images: .npz file for --count samples: arr_0, uint8 (N, [frames,] H, W, 3), and arr_1, the labels."
+            help="Images: .npz file for --count samples. arr_0 is uint8 (N, [frames,] H, W, 3), arr_1 has the labels."
         ),
     ] = None,
 ) -> None:
@@ -184,7 +184,8 @@ def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
         ("scale", condition != "none", "this run was trained without captions or classes to guide to"),
     ):
         if given[name] is not None and not has_effect:
-            raise typer.BadParameter(f"--{name.replace('_', '-')}: has no effect, because {reason}; leave it out")
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option}: has no effect, because {reason}; leave out {option}")
 
 
 def read_prompts(path: Path | None) -> list[str]:

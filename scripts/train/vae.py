@@ -34,8 +34,8 @@ def load_vae(name: str) -> Any:
         except Exception as error:  # hub, JSON and safetensors raise various errors
             errors.append(first_sentence(error))
     raise typer.BadParameter(
-        f"--vae {name}: expected an AutoencoderKL from diffusers (a folder, a run of `train vae`, or a hub "
-        f"id), got none ({errors[0]}); pass another path"
+        f"--vae {name}: expected an AutoencoderKL from diffusers (a folder, a run of `train vae`, or a Hub "
+        f"ID), got none ({errors[0]}); pass another path"
     )
 
 

@@ -275,7 +275,7 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
     ratios = [_part_of(each, "model").get("mlp_ratio", 4.0) for each in (before, settings)]
     if before and settings and not any(models) and ratios[0] != ratios[1]:
         mlp = "these weights have an MLP ratio of {:g}, and this command only builds models with {:g}".format(*ratios)
-        return f"leave it out, because {mlp}"
+        return f"leave out --weights, because {mlp}"
     if models[0] == models[1]:
         differ.pop("model", None)
     else:

@@ -183,7 +183,7 @@ def main(
     ] = None,
     frequencies: Annotated[
         str | None,
-        typer.Option(help="Kind of frequencies to plot instead of a preset: axial or mixed, as in RotateMd."),
+        typer.Option(help="Kind of frequencies to plot instead of a preset: axial or mixed (see RotateMd)."),
     ] = None,
     map: Annotated[str | None, typer.Option(help="Map to plot with --frequencies: rotate (default) or cosine.")] = None,
     axis_order: Annotated[

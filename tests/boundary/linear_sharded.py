@@ -432,6 +432,6 @@ def linear_errors(mesh, impl):
             linear_attention(*qkv, **{**options, **changes})
     three = [distribute_tensor(torch.cat([tensors[n], tensors[n][:, :1]], 1), mesh, [HEADS]) for n in "kv"]
     six = distribute_tensor(torch.cat([tensors["q"], tensors["q"][:, :2]], 1), mesh, [HEADS])
-    with pytest.raises(ValueError, match=r"k: expected a multiple of 2 heads .*, got 3"):
+    with pytest.raises(ValueError, match=r"k: expected a number of heads divisible by 2 .*, got 3"):
         linear_attention(six, *three, **options)
     assert dist.get_world_size() == 2

@@ -164,7 +164,7 @@ WRONG = [
     ("eva02", {"heads": "own"}, "heads: expected None with a preset"),
     (CosineMd(24), {"sharing": "layer"}, "encoding_kwargs: can't be used with a module"),
     (None, {"sharing": "layer"}, "encoding_kwargs: expected only act and dim"),
-    ("unregistered", {}, "or the name of a scheme registered by an imported module, got 'unregistered'"),
+    ("unregistered", {}, "nn.Module, or None, got 'unregistered'"),
 ]
 
 
@@ -216,7 +216,7 @@ def test_num_axes_inside_encoding_kwargs():
 def test_option_of_the_encoding_outside_encoding_kwargs():
     import timm
 
-    message = r"base: belongs in encoding_kwargs, got it as an argument of {}; pass encoding_kwargs={{'base': 100}}$"
+    message = r"base: belongs in encoding_kwargs, not in the arguments of {}; pass encoding_kwargs={{'base': 100}}$"
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=1)
     calls: dict[str, Any] = {
         "adapt": lambda **own: adapt(model, "rotate", **own),

@@ -233,7 +233,7 @@ REFUSED = {
     "takes 3 arguments": lambda q, cos, sin: q,
     "raises ValueError": lambda x: (_ for _ in ()).throw(ValueError("no")),
     "does not return tensors": lambda x: (x, {}),
-    "returns (1, 1, 20, 20)": lambda x: x @ x.mT,
+    "returns tensors of shape (1, 1, 20, 20)": lambda x: x @ x.mT,
 }
 
 
@@ -254,7 +254,7 @@ def test_refusals(reason):
     ids=["fixed length", "any length", "q and k"],
 )
 def test_tokens_before_heads(function):
-    with pytest.raises(TypeError, match=r"which takes \(1, N, H, D\); wrap it .*\.transpose\(1, 2\)"):
+    with pytest.raises(TypeError, match=r"which expects x of shape \(1, N, H, D\); wrap it .*\.transpose\(1, 2\)"):
         recognise(function, head_dim=D, shape=(20,))
 
 

@@ -241,7 +241,7 @@ def test_the_command(capsys, tmp_path):
     assert "expected a configuration, or a model from timm.list_models()" in capsys.readouterr().err
     for place in (tmp_path / "none" / "config.json", "owner/config.json"):
         assert command.main([str(place)]) == 2
-        assert capsys.readouterr().err == f"{place}: expected a configuration, found no such file\n"
+        assert capsys.readouterr().err == f"{place}: expected a configuration, got a path that does not exist\n"
     for name, content, found in (("text.txt", "To be", "a different kind of file"), ("list.json", "[1]", "list")):
         (tmp_path / name).write_text(content)
         assert command.main([str(tmp_path / name)]) == 2

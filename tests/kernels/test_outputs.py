@@ -229,7 +229,8 @@ ERRORS = {
         lambda: call(Q, K, (None, K.clone()), omega=torch.rand(1, 8, 1, requires_grad=True)), "out: expected no grad",
     ),
     "of out": (
-        lambda: call(Q, K, (None, K.clone().requires_grad_())), r"out\[1\]: expected a tensor that requires no grad",
+        lambda: call(Q, K, (None, K.clone().requires_grad_())),
+        r"out\[1\]: expected a tensor that does not require grad",
     ),
     "vmap": (
         lambda: torch.func.vmap(lambda q: rotate(q[None], omega=torch.ones(1, 8, 1), positions=Grid((3,)), out=Q))(Q),
@@ -300,7 +301,7 @@ def test_cache_checks_memory_and_gradients_again():
         rotate(x, out=out, **options)
         with pytest.raises(ValueError, match="out: expected memory that doesn't overlap x"):
             rotate(x, out=memory[:, :, 2:5], **options)
-        with pytest.raises(ValueError, match="out: expected a tensor that requires no gradient"):
+        with pytest.raises(ValueError, match="out: expected a tensor that does not require grad"):
             rotate(x, out=torch.zeros_like(memory)[:, :, 3:6].requires_grad_(), **options)
     meta = torch.empty(2, 2, 3, 16, device="meta")
     options = {"omega": torch.rand(1, 8, 1, device="meta"), "positions": Grid((3,))}

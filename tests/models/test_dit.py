@@ -519,7 +519,7 @@ WRONG_CONDITIONS = {
         r"text_encoder: expected attributes width .* use .*PretrainedEncoder",
         {"text_encoder": nn.Linear(1, 1)},
     ),
-    "two widths": (r"text_width, pooled_width: .*leave them out", {"text_encoder": Foreign(), "text_width": 3}),
+    "two widths": (r"text_width, pooled_width: .*leave out both", {"text_encoder": Foreign(), "text_width": 3}),
 }
 
 
@@ -542,7 +542,7 @@ def test_texts_that_do_not_fit():
             lambda: model(x, t, text, drop=torch.ones(2).long()),
         ),
         (r"drop: .*no text_encoder", lambda: dit(text=False)(x, t, drop=torch.tensor([True, False]))),
-        (r"negative: expected batch size 1, or 2 as in text", lambda: guided(model, text, 2.0, precomputed(2, 3))),
+        (r"negative: expected batch size 1, or 2 like text", lambda: guided(model, text, 2.0, precomputed(2, 3))),
         (r"empty: expected a Text with batch size 1 .*, got batch size 2", lambda: TextFeatures(16, 8, text)),
         (
             r"text: expected integer class labels of shape \(B,\), got .*int64 \(2, 1\)",

@@ -418,7 +418,7 @@ def test_errors() -> None:
         r"padding: expected an integer tensor of shape \(2,\)": lambda: generate(
             model, tokens, 2, padding=torch.zeros(3).long()
         ),
-        r"padding: expected from 0 to 3 tokens, the length of the prompts, got \[4, 0\]; pass": lambda: generate(
+        r"padding: expected 0 to 3 tokens \(the length of the prompts\), got \[4, 0\]; pass": lambda: generate(
             model, tokens, 2, padding=torch.tensor([4, 0])
         ),
         r"padding: .* got \[0, -1\]; pass": lambda: generate(model, tokens, 2, padding=torch.tensor([0, -1])),

@@ -97,7 +97,7 @@ def test_settings_must_match_the_folder(tmp_path: Path, change: str, monkeypatch
     assert refused.exit_code == 2
     assert "different settings" in refused.output
     assert change.split("=")[0] in refused.output
-    assert "pass the settings in the folder" in " ".join(refused.output.replace("│", " ").split())
+    assert "pass the same settings" in " ".join(refused.output.replace("│", " ").split())
 
 
 def test_a_comparison_can_be_extended(tmp_path: Path, started_trainings: list) -> None:

@@ -312,7 +312,7 @@ def test_a_copy_without_config_json_says_to_copy_it(tmp_path):
     shutil.copy(ablate_report.committed("image") / "results.csv", tmp_path)
     refused = invoke("report", "--folder", str(tmp_path))
     assert refused.exit_code == 2
-    assert "expected config.json next to the results, found none; also copy it" in refused.output
+    assert "expected config.json next to the results, found none; copy it" in refused.output
 
 
 @pytest.mark.parametrize("task", SIZES)
@@ -710,7 +710,7 @@ def test_a_report_of_another_task_is_refused(tmp_path):
     shutil.copytree(ablate_report.committed("image"), folder)
     before = (folder / "table.md").stat().st_mtime_ns
     for wrong, message in (
-        (["digits"], f"TASK: expected image, the task of the runs in {folder}, got digits; leave it out"),
+        (["digits"], f"TASK: expected image, the task of the runs in {folder}, got digits; leave out TASK"),
         (["--pages", str(tmp_path)], "can't be used with --folder"),
     ):
         refused = invoke("report", *wrong, "--folder", str(folder))
@@ -723,7 +723,11 @@ def test_a_report_of_another_task_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ("pictures", [], r"DATA {data}: found no images; expected CLASS/\*\.png .* with --set label, or the root"),
+        (
+            "pictures",
+            [],
+            r"DATA {data}: found no images; expected class folders \(CLASS/\*\.png .* with --set label, or the",
+        ),
         ("idx", ["--set", "size=15"], "--set size: expected a side or HEIGHTxWIDTH in multiples of 4, got '15'"),
         ("idx", ["--set", "batch=99"], "--set batch=99: expected at most 24, the number of training images"),
         ("idx", ["--set", "without=ugly"], "--set without ugly: only works with --set label; add --set label"),

@@ -81,7 +81,7 @@ def test_processes_and_micro_batches_share_a_group():
 
 def test_a_batch_larger_than_all_groups_is_refused():
     with pytest.raises(
-        typer.BadParameter, match="--batch 100: expected at most 76, the number of samples; make it smaller"
+        typer.BadParameter, match="--batch 100: expected at most 76, the number of samples; use a smaller batch"
     ):
         take(GROUPS, 100, 1)
 

@@ -113,7 +113,9 @@ def test_program_starts_in_a_new_process():
 
 def test_a_training_command_without_train():
     assert tuple(COMMANDS) == cli.TRAIN
-    with pytest.raises(SystemExit, match=r"^lrpe-md: unknown 'sample'; did you mean 'train sample'\? Expected one of"):
+    with pytest.raises(
+        SystemExit, match=r"^lrpe-md: unknown program 'sample'; did you mean 'train sample'\? Expected one of"
+    ):
         cli.main(["sample", "runs/lm"])
 
 
@@ -123,7 +125,9 @@ def test_usage_and_an_unknown_program(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in cli.PROGRAMS)
     monkeypatch.setattr(sys, "argv", ["lrpe-md", "fly"])
-    with pytest.raises(SystemExit, match=r"unknown 'fly'\. Expected one of train, ablate, visualize, info, bench, "):
+    with pytest.raises(
+        SystemExit, match=r"unknown program 'fly'\. Expected one of train, ablate, visualize, info, bench, "
+    ):
         cli.main()
 
 

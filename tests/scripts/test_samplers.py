@@ -90,7 +90,7 @@ def test_unknown_names_are_refused():
         flow_matching_loss(Exact("noise"), x, None, torch.zeros(1), x, prediction="epsilon")
     with pytest.raises(ValueError, match="prediction: expected 'velocity', 'noise' or 'sample', got 'v'"):
         velocity_of(x, x, torch.zeros(1), "v")
-    with pytest.raises(ValueError, match=r"got 'dpm\+\+'; dpm\+\+ and unipc are only samplers of `lrpe-md train samp"):
+    with pytest.raises(ValueError, match=r"got 'dpm\+\+'; only `lrpe-md train sample` supports dpm"):
         sample(Exact("velocity"), x, method="dpm++")
     with pytest.raises(ValueError, match="distribution: expected 'logit-normal' or 'uniform', got 'normal'"):
         draw_times(1, "normal")

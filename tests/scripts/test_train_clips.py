@@ -252,7 +252,9 @@ def test_frames_of_a_whole_video_for_a_stream(tmp_path):
     write_video(tmp_path / "short.mp4", shades(10, 2), DECODERS[0])
     assert load_frames(tmp_path / "run", tmp_path / "short.mp4").shape == (1, 3, 2, 8, 8)
     train_video.run(VideoTraining(out=tmp_path / "uniform", **{**options, "sampling": "uniform"}))
-    with pytest.raises(ValueError, match=r"expected a run with --sampling dense, got .*uniform with uniform"):
+    with pytest.raises(
+        ValueError, match=r"expected a run with --sampling dense, got .*uniform with --sampling uniform"
+    ):
         load_frames(tmp_path / "uniform", path)
 
 

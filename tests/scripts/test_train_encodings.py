@@ -161,7 +161,7 @@ def test_options_reach_the_model():
         ("digits", "cosine:act=gelu", r"act: expected one of .*, got 'gelu'"),
         ("digits", "flux1", r"head_dim: flux1 doesn't support 16"),
         ("image", "qwen2_vl_vision", r"--dim 192 --heads 3: encoding: .*whose tokens are in row-major order"),
-        ("lm", "wan", r"encoding: expected a scheme on one axis, got one with 3"),
+        ("lm", "wan", r"encoding: expected a scheme on one axis, got one on 3 axes"),
         ("lm", "rotate:split=1,3", r"rotate has no option 'split'; it accepts act, base, learnable, phase"),
     ],
 )  # fmt: skip
@@ -218,9 +218,9 @@ def invoke(app: Any, *args: Any) -> Any:
 def test_help_says_what_it_takes():
     for task in CONFIGS:
         shown = " ".join(invoke(train, task, "--help").output.replace("│", " ").split())
-        assert "any preset or registered scheme" in shown
-        assert ("any preset or registered scheme on one axis" in shown) == (task == "lm")
-        config(task, re.search(r"as in (rotate:\S+)\.", shown)[1])
+        assert "or a scheme that your module registers" in shown
+        assert ("any preset on one axis" in shown) == (task == "lm")
+        config(task, re.search(r"for example (rotate:\S+)\.", shown)[1])
 
 
 def test_ablate_tries_every_encoding_before_it_trains_the_first(tmp_path, monkeypatch):

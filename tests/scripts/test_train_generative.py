@@ -242,12 +242,14 @@ def test_wrong_latents_are_refused(data, tmp_path):
     with pytest.raises(typer.BadParameter, match="--test-size 12: latents can only be tested at their own sizes"):
         config(options, tmp_path / "out", test_size=12)
     config(options, tmp_path / "out", test_size=48)  # the default
-    with pytest.raises(typer.BadParameter, match=r"--size 16: the latents have a fixed size of 8 pixels; leave it out"):
+    with pytest.raises(
+        typer.BadParameter, match=r"--size 16: the latents have a fixed size of 8 pixels; leave out --size"
+    ):
         config(options, tmp_path / "out", size=16)
     config(options, tmp_path / "out", size=8)
     for name in ("without", "label"):
         with pytest.raises(
-            typer.BadParameter, match=rf"--{name} odd: latents have fixed sizes and conditions; pass it"
+            typer.BadParameter, match=rf"--{name} odd: latents have fixed sizes and conditions; pass --{name}"
         ):
             config(options, tmp_path / "out", **{name: "odd"})
     with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL from diffusers"):
@@ -475,7 +477,9 @@ def test_published_sizes(data, tmp_path):
 @pytest.mark.parametrize("options", [{"patch": 4}, {"dim": 64}, {"depth": 2, "heads": 2}])
 def test_model_refuses_the_options_that_it_defines(data, tmp_path, options):
     named = " ".join(f"--{name} {value}" for name, value in options.items())
-    message = rf"^{named}: --model S/8 defines --dim, --depth, --heads and --patch \(8\); leave them out, or leave out"
+    message = (
+        rf"^{named}: --model S/8 defines --dim, --depth, --heads and --patch \(8\); leave out these options or --model"
+    )
     with pytest.raises(typer.BadParameter, match=message):
         published(data, tmp_path, "S/8", **options)
     chosen = published(data, tmp_path, "S/8", dim=384)
@@ -720,13 +724,21 @@ def test_wrong_samples_are_refused(runs, tmp_path, kind, given, message):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("labels", {"frames": 3}, r"--frames 3: only works with videos, and --data contains images; leave it out"),
+        (
+            "labels",
+            {"frames": 3},
+            r"--frames 3: only works with videos, and --data contains images; leave out --frames",
+        ),
         ("labels", {"every": 2}, r"--every 2: only works with videos"),
         ("labels", {"vae": "runs/vae"}, r"--vae runs/vae: only works with latents"),
-        ("clips", {"stream": True}, r"--stream: only works with images, and --data contains videos; leave it out"),
+        (
+            "clips",
+            {"stream": True},
+            r"--stream: only works with images, and --data contains videos; leave out --stream",
+        ),
         ("clips", {"label": "kind"}, r"--label kind: only works with images"),
-        ("latents", {"stream": True}, r"--stream: latents are read from memory; leave it out"),
-        ("latents", {"segment": 9}, r"--segment 9: only works with latents of videos; leave it out"),
+        ("latents", {"stream": True}, r"--stream: latents are read from memory; leave out --stream"),
+        ("latents", {"segment": 9}, r"--segment 9: only works with latents of videos; leave out --segment"),
     ],
 )
 def test_options_for_other_data_are_refused(data, tmp_path, kind, options, message):

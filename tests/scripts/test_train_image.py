@@ -192,16 +192,22 @@ def test_hidden_files_are_ignored(tmp_path, write):
 
 def test_unsuitable_folders(tmp_path, monkeypatch):
     for read in (load_images, load_stream):
-        with pytest.raises(ImageError, match=r"no such folder; expected CLASS/\*\.png with at least two classes, or"):
+        with pytest.raises(
+            ImageError, match=r"no such folder; expected class folders \(CLASS/\*\.png with at least two classes, or"
+        ):
             read(tmp_path / "nothing", 8)
-        with pytest.raises(ImageError, match=r"found no images; expected CLASS/\*\.png .* or idx files as in MNIST"):
+        with pytest.raises(
+            ImageError, match=r"found no images; expected class folders \(CLASS/\*\.png .*, idx files like MNIST's"
+        ):
             read(tmp_path, 8)
     Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
-    with pytest.raises(ImageError, match=r"found 1 image outside any class folder; expected CLASS/\*\.png"):
+    with pytest.raises(
+        ImageError, match=r"found 1 image outside any class folder; expected class folders \(CLASS/\*\.png"
+    ):
         load_images(tmp_path, 8)
     (tmp_path / "cats").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "cats" / "1.png")
-    with pytest.raises(ImageError, match=r"found one class, cats; expected CLASS/\*\.png"):
+    with pytest.raises(ImageError, match=r"found one class, cats; expected class folders \(CLASS/\*\.png"):
         load_images(tmp_path, 8)
     with pytest.raises(ImageError, match="its train split is not in"):
         load_images(tmp_path, 8, dataset="torch/cifar10")
@@ -851,7 +857,7 @@ def test_reference_of_plain_weights_is_suggested(absolute, class_token, data, tm
     [
         (
             {"dataset": "torch/cifar10", "label": "kind"},
-            "--label kind: does not work with --dataset; leave one of them",
+            "--label kind: does not work with --dataset; leave out --label or",
         ),
         ({"dataset": "torch/cifar10", "stream": True}, "--stream: does not work with --dataset"),
         ({"stream": True, "label": "kind", "without": "bad"}, "--without bad: does not work with streamed data"),

@@ -100,7 +100,7 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
 
     refused = invoke("sample", str(out), "--prompt", "Ann", "--prompt", "")
     assert refused.exit_code == 2
-    assert "--prompt: expected text to continue, got ''; leave it out to start with a new line" in refused.output
+    assert "--prompt: expected text to continue, got ''; without --prompt, text starts on a new line" in refused.output
     refused = invoke(*command, "--encoding", "cosine-softplus-phase")
     assert refused.exit_code == 2
     assert "--encoding: was rotate, is now cosine-softplus-phase" in refused.output

@@ -59,7 +59,7 @@ def test_every_number_has_a_range(task, tmp_path):
             assert refused.exit_code == 2, (name, refused.output)
             assert name in refused.output
             if field.metadata["off"] and wrong != float("inf"):
-                assert f"{name}: expected at least 0 (0 is off), got {wrong}" in refused.output
+                assert f"{name}: expected at least 0 (0 disables it), got {wrong}" in refused.output
     assert not (tmp_path / "out").exists()
 
 

@@ -41,7 +41,7 @@ def test_from_a_vae_to_samples(tmp_path):
     )  # fmt: skip
     assert made.exit_code == 0, made.output
     latents = Latents(tmp_path / "latents", False, torch.device("cpu"))
-    with pytest.raises(typer.BadParameter, match="expected images or videos, got latents; pass their images"):
+    with pytest.raises(typer.BadParameter, match="expected images or videos, got latents; pass the original data"):
         vae.run(config(tmp_path / "latents", tmp_path / "again"))
     values = latents.batch(np.arange(24), 8, np.arange(24))
     assert values.mean().item() == pytest.approx(0, abs=0.25)
@@ -112,7 +112,7 @@ def test_wrong_options_are_refused(tmp_path):
     for changes, message in (
         ({"widths": "8,16,9"}, "--widths: expected multiples of 8, separated by commas, got '8,16,9'"),
         ({"widths": "big"}, "--widths: expected multiples of 8, separated by commas, got 'big'"),
-        ({"size": 9}, "--size: expected a multiple of 2 for 8,16, got 9"),
+        ({"size": 9}, "--size: expected a multiple of 2 for --widths 8,16, got 9"),
     ):
         with pytest.raises(typer.BadParameter, match=message):
             config(data, tmp_path / "run", **changes)

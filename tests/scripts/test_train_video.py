@@ -719,7 +719,9 @@ def test_run_weights_that_do_not_fit_name_a_remedy_that_works(footage, tmp_path,
 
     narrow = LrpeVisionTransformer(img_size=8, mlp_ratio=2.0, **options)
     start = save(narrow, model={"embed_dim": 48, "num_heads": 2, "mlp_ratio": 2.0})
-    message = "leave it out, because these weights have an MLP ratio of 2, and this command only builds models with 4"
+    message = (
+        "leave out --weights, because these weights have an MLP ratio of 2, and this command only builds models with 4"
+    )
     with pytest.raises(typer.BadParameter, match=message):
         train_once(footage, tmp_path / "d", **start, heads=3)
 

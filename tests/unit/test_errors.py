@@ -325,7 +325,7 @@ BAD = {
         lambda: PresetMd("flux1", head_dim=32)(torch.rand(1, 1, 12, 32), positions=torch.rand(12, 2)),
     ),
     "a list as positions for different lengths": (
-        ValueError, r"k: .*different lengths, pass a pair of positions \(for q, for k\), which must be a tuple$",
+        ValueError, r"k: .*different lengths, pass a tuple of positions \(for q, for k\)$",
         lambda: RotateMd(8, 2)(x, x[:, :, :6], positions=[grid, Grid((2, 3))]),
     ),
     "a function of omega with too few arguments": (
@@ -389,7 +389,7 @@ BAD = {
         lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.ones(num).bfloat16())),
     ),
     "a longer series of a scheme": (
-        ValueError, r"series: expected a function that returns shape \(2,\) or \(1, 2\), got \(3,\)$",
+        ValueError, r"series: expected a function that returns a tensor of shape \(2,\) or \(1, 2\), got \(3,\)$",
         lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.ones(num + 1))),
     ),
     "a scheme's omega in 16 bits": (
@@ -397,7 +397,7 @@ BAD = {
         lambda: scheme_of(lrpe_md.Dense(2, lambda channels, heads, base, generator: pairs.half(), 10.0)),
     ),
     "a scheme's omega without heads": (
-        ValueError, r"omega: expected a function that returns shape \(1, 4, 2\), got \(4, 2\)$",
+        ValueError, r"omega: expected a function that returns a tensor of shape \(1, 4, 2\), got \(4, 2\)$",
         lambda: scheme_of(lrpe_md.Dense(2, lambda channels, heads, base, generator: pairs[0], 10.0)),
     ),
     "a tensor instead of a series": (
@@ -424,11 +424,11 @@ BAD = {
         lambda: RotateMd(16, 3)(torch.randn(2, 4, 12, 16), positions=torch.rand(2, 3, 12)),
     ),
     "a tensor in a pack": (
-        TypeError, r"samples: .* at index 0, got a Tensor; wrap it in Coordinates\(..\)$",
+        TypeError, r"samples: .* at index 0, got a Tensor; pass Coordinates\(tensor\)$",
         lambda: lrpe_md.pack([torch.rand(3, 2)]),
     ),
     "a tensor in a composition": (
-        TypeError, r"segments: .* at index 1, got a Tensor; wrap it in Coordinates\(..\)$",
+        TypeError, r"segments: .* at index 1, got a Tensor; pass Coordinates\(tensor\)$",
         lambda: lrpe_md.compose(lrpe_md.Tokens(1), torch.rand(3, 2)),
     ),
     "a number in a composition": (
@@ -566,7 +566,7 @@ def test_auto_warns_once_without_triton(monkeypatch):
         (lambda t: RotateMd(8, rotary_dim=t), "rotary_dim: .*, got a Tensor"),
         (lambda t: LinearAttention(t), "encoding: .*, got a Tensor; pass a module such as "),
         (lambda t: LinearAttention(RotateMd(8, act="relu"), eps=t), "eps: .*, got a Tensor"),
-        (lambda t: Grid(t), "shape: .*, got a Tensor; wrap it in Coordinates"),
+        (lambda t: Grid(t), "shape: .*, got a Tensor; pass Coordinates"),
         (lambda t: Grid((2, 3), prefix=t), "prefix: .*, got a Tensor"),
         (lambda t: Grid((2, 3)).interpolate(t), "reference: .*, got a Tensor"),
         (lambda t: Coordinates(t, suffix=t), "suffix: .*, got a Tensor"),

@@ -94,7 +94,7 @@ def test_series():
         ),
         (lambda: riflex_scaling(torch.ones(4), 8, index=4), "index: expected a number from 0 to 3, got 4"),
         (lambda: riflex_scaling(torch.ones(4), 0, index=1), "length: .*got 0"),
-        (lambda: dype_ntk_scaling(torch.ones(4), 2.0, 1.5), "time: expected .* from 1 .noise. to 0, got 1.5"),
+        (lambda: dype_ntk_scaling(torch.ones(4), 2.0, 1.5), "time: expected .* from 1 .noise. to 0 .data., got 1.5"),
         (lambda: dype_ntk_scaling(torch.ones(1), 2.0, 0.5), "theta: .*at least 2"),
         (lambda: dype_yarn_scaling(torch.ones(4), 2.0, torch.ones(2), original_length=8), "time: expected one number"),
     ],

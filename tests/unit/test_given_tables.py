@@ -217,7 +217,7 @@ BAD = {
     ),
     "too few rows": (
         ValueError,
-        r"tables: expected a row for each of the 12 tokens \(x's N\), got 11 rows .*11, 8.* longer tables, or prefix=",
+        r"tables: expected a row for each of the 12 tokens \(x's N\), got 11 rows .*11, 8.* longer tables.*prefix=",
         {"tables": (COS[:11], COS[:11])},
     ),
     "too few rows of a complex table": (

@@ -206,7 +206,7 @@ def test_errors_refer_to_the_module(name):
         with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 2, got 3 axes"):
             module(X, X, positions=where)
     wide = torch.zeros(1, 2, 6, 16)
-    with pytest.raises(ValueError, match=r"^x: expected head_dim=8, got 16 \(shape \(1, 2, 6, 16\)\)"):
+    with pytest.raises(ValueError, match=r"^x: expected head_dim=8, got 16 in a tensor of shape \(1, 2, 6, 16\)"):
         module(wide, positions=GRID)
     with pytest.raises(ValueError, match=r"^q: expected head_dim=8, got 16"):
         module(wide, wide, positions=GRID)

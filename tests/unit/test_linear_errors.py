@@ -63,7 +63,7 @@ ERRORS = {
         "rotary_dim": 4, "omega": OMEGA[:, :4], "state": (S, SUMS),
     },
     # options that have no meaning here
-    r"pairs: expected the default, 'half', because map='cosine' .*, got 'interleaved'; leave it out": {
+    r"pairs: expected the default, 'half', because map='cosine' .*, got 'interleaved'; leave out pairs": {
         "pairs": "interleaved",
     },
     r"pairs: expected the default, 'half', because map='cosine' .*, got \(8,\)": {"pairs": (8,)},
@@ -78,8 +78,8 @@ ERRORS = {
     },
     # normaliser
     r"normalizer: expected one of \('unrotated', 'encoded', 'none'\), got 'l2'": {"normalizer": "l2"},
-    r"normalizer: 'unrotated' needs .* never negative, one of \('relu', .*\), got act='silu'": {"act": "silu"},
-    r"normalizer: 'unrotated' needs .*, got act='none'": {"act": "none"},
+    r"normalizer: 'unrotated' .* needs .* never negative, one of \('relu', .*\), got act='silu'": {"act": "silu"},
+    r"normalizer: 'unrotated' .* needs .*, got act='none'": {"act": "none"},
     r"eps: expected a finite positive number, got 0": {"eps": 0},
     r"eps: expected a finite positive number, got nan": {"eps": float("nan")},
     r"eps: expected a finite positive number, got inf": {"eps": float("inf")},
@@ -103,7 +103,7 @@ ERRORS = {
     r"block: expected a positive integer, .*, got 0": {"block": 0},
     r"block: expected a positive integer, .*, got True": {"block": True},
     r"block: expected a positive integer, .*, got 2.0": {"block": 2.0},
-    r"is_causal: expected False with block, .*, got True": {"block": 3, "is_causal": True},
+    r"is_causal: expected False with block=, .*, got True": {"block": 3, "is_causal": True},
     r"block: expected each shard to contain whole blocks of 3 tokens .*, got tokens 2 to 7 after a prefix of 1": {
         "q": Q[:, :, :5], "k": K[:, :, :5], "v": K[:, :, :5], "positions": Grid((2, 3), prefix=1, start=2), "block": 3,
     },
@@ -151,7 +151,7 @@ ERRORS = {
     r"cu_seqlens: expected sequences packed in q \(1, H, N, D\), got \(2, 4, 7, 8\)": {"cu_seqlens": CU},
     r"cu_seqlens: expected a tensor on q's device cpu, got meta": {**ONE, "cu_seqlens": CU.to("meta")},
     **{
-        rf"cu_seqlens: expected offsets from 0 to 7 .* that never decrease, got \[{shown}\]": {
+        rf"cu_seqlens: expected non-decreasing offsets from 0 to 7 .*, got \[{shown}\]": {
             **ONE, "cu_seqlens": torch.tensor(values),
         }
         for shown, values in (
@@ -226,7 +226,7 @@ def test_values_are_checked_at_every_call(dtype):
     options = {**ONE, "impl": "auto"}
     expected = call(**options, cu_seqlens=CU.to(dtype))
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"cu_seqlens: expected offsets .*, got \[1, 3, 7\]"):
+        with pytest.raises(ValueError, match=r"cu_seqlens: expected non-decreasing offsets .*, got \[1, 3, 7\]"):
             call(**options, cu_seqlens=torch.tensor([1, 3, 7], dtype=dtype))
     assert torch.equal(call(**options, cu_seqlens=CU.to(dtype)), expected)
     with FakeTensorMode() as mode:

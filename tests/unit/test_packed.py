@@ -105,8 +105,8 @@ def test_a_packed_projection_of_the_modules():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda qkv: rotate(qkv, qkv=qkv, omega=OMEGA, positions=GRID), "qkv: expected either qkv or .*qkv and 1 more"),
-        (lambda qkv: rotate(qkv=qkv[:, :, :2], omega=OMEGA, positions=GRID), r"qkv: .*\(B, N, 3, H, D\).*2, 4, 8\)"),
+        (lambda qkv: rotate(qkv, qkv=qkv, omega=OMEGA, positions=GRID), "qkv: expected either qkv or .*, got both"),
+        (lambda qkv: rotate(qkv=qkv[:, :, :2], omega=OMEGA, positions=GRID), r"qkv: .*\[B,\] N, 3, H, D.*2, 4, 8\)"),
         (lambda qkv: rotate(qkv=qkv, num_key_heads=1, omega=OMEGA, positions=GRID), r"qkv: .*H_q \+ 2 H_k.*3, 4, 8\)"),
         (lambda qkv: rotate(qkv=qkv[:, :, 0], num_key_heads=2, omega=OMEGA, positions=GRID), "num_key_heads: .*got 2"),
         (lambda qkv: rotate(qkv=qkv[:, :, 0], num_key_heads=0, omega=OMEGA, positions=GRID), "num_key_heads: .*got 0"),
@@ -171,7 +171,7 @@ def test_packed_tokens_with_own_coordinates(call):
     x, coords = projection(8, 4), torch.rand(8, 2, dtype=torch.float64)
     found = call(x, Packed(Coordinates(coords), SEQLENS))
     torch.testing.assert_close(found, as_came(call(x[None].transpose(1, 2), coords), 3), rtol=0, atol=0)
-    with pytest.raises(TypeError, match=r"positions: expected Coordinates in Packed, got a Tensor; wrap it in Coord"):
+    with pytest.raises(TypeError, match=r"positions: expected Coordinates in Packed, got a Tensor; pass Coord"):
         call(x, Packed(coords, SEQLENS))
 
 

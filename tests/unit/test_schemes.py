@@ -76,7 +76,7 @@ def test_registered_scheme_works_like_a_published_one():
     assert preset("ours", 8).name == "ours"
     assert preset(OWN).name == "ours"
     assert PresetMd("ours").preset.scheme is OWN
-    with pytest.raises(ValueError, match="name: expected a name that is not registered, or overwrite=True, got 'ours'"):
+    with pytest.raises(ValueError, match="name: expected an unregistered name, or overwrite=True, got 'ours'"):
         register_scheme("ours", OWN)
     other = replace(OWN, pairs="half")
     register_scheme("ours", other, overwrite=True)
@@ -86,7 +86,7 @@ def test_registered_scheme_works_like_a_published_one():
 def test_invalid_registrations():
     before = list_presets()
     for name in ("wan", "rotate", "none"):
-        with pytest.raises(ValueError, match=f"name: expected a name that is not a published .* got '{name}'"):
+        with pytest.raises(ValueError, match=f"name: expected a name that is neither a published .* got '{name}'"):
             register_scheme(name, OWN, overwrite=True)
     for name in ("", 3):
         with pytest.raises(TypeError, match="name: expected a non-empty string"):
@@ -386,7 +386,9 @@ def test_positions_that_a_scheme_does_not_support():
         preset(replace(OWN, tokens=None, tokens_start=None, grid=FUNCTIONS["cells"])).positions(1, (3, 4))
     skip = PresetMd(Scheme("", 8, Axial((1, 1)), tokens=Tokens(0, "skip")))
     assert skip.positions(1, (3, 4)) == Grid((3, 4), prefix=1)
-    with pytest.raises(TypeError, match=r"fps: .* grids accept no options, got 3; leave it out, or use a Scheme whose"):
+    with pytest.raises(
+        TypeError, match=r"fps: .* grids accept no options, got 3; leave out fps, or use a Scheme whose"
+    ):
         module.positions((3, 4), fps=3)
 
 

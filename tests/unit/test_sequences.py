@@ -293,7 +293,11 @@ BAD = {
         ValueError, r"dtype: expected float64 .*segment 1",
         lambda: compose(Grid((3,)), Grid((3,)).rescale(-1e9), dtype=torch.float32),
     ),
-    "one layout": (TypeError, r"samples: expected a list of layouts, got Grid; pass one", lambda: pad(Grid((3, 4)))),
+    "one layout": (
+        TypeError,
+        r"samples: expected a list with one layout per sample, got Grid$",
+        lambda: pad(Grid((3, 4))),
+    ),
     "no samples": (ValueError, r"samples: .*none", lambda: pack([])),
     "sample of a different kind": (TypeError, r"samples: .* at index 0, got Tokens$", lambda: pad([Tokens(3)])),
     "sample of several samples": (

@@ -432,7 +432,7 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: packed_positions(torch.zeros(2), 5), ValueError, "cu_seqlens: .*float32"),
         (
             lambda: packed_positions(torch.tensor([1, 5]), 5), ValueError,
-            r"cu_seqlens: expected offsets from 0 to at most 5 .* that never decrease, got \[1, 5\]",
+            r"cu_seqlens: expected non-decreasing offsets from 0 to at most 5 .*, got \[1, 5\]",
         ),
         (lambda: packed_positions(torch.tensor([0, 4, 2]), 5), ValueError, r"cu_seqlens: .*, got \[0, 4, 2\]"),
         (

@@ -78,7 +78,7 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
     over = options.norm.over
     if options.dim == -2:
         raise ValueError(
-            "norm: expected None with a softmax over the sequence (dim=-2), got a Norm; omit it, or use dim=-1"
+            "norm: expected None with a softmax over the sequence (dim=-2), got a Norm; omit norm, or use dim=-1"
         )
     tensors = (("weight", weights.weight, 0), ("bias", weights.bias, 0))
     tensors += (("weight", weights.weight_k, 1), ("bias", weights.bias_k, 1))

@@ -51,7 +51,7 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
                 "DTensor.from_local, or pass the local shards (.to_local()) of all tensors"
             )
         if x.device_mesh != xs[0].device_mesh:
-            raise ValueError(f"{name}: expected q's mesh {xs[0].device_mesh}, got {x.device_mesh}; redistribute it")
+            raise ValueError(f"{name}: expected q's mesh {xs[0].device_mesh}, got {x.device_mesh}; redistribute {name}")
         for p in x.placements:
             if type(p) is Shard and p.dim in (BATCH, HEADS, TOKENS):
                 continue
@@ -64,12 +64,12 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
             )
         if spec.dim == -2 and count_ranks(x, TOKENS) > 1:
             raise ValueError(
-                f"dim: softmax over the sequence (-2) needs the whole sequence, got {name} with its tokens sharded, "
+                f"dim: softmax over the sequence (-2) needs the whole sequence, got {name} with sharded tokens, "
                 f"{tuple(x.placements)}; call {name}.redistribute first"
             )
         if spec.norm != "none" and spec.norm_over == "heads" and count_ranks(x, HEADS) > 1:
             raise ValueError(
-                f"norm: over='heads' needs all heads of a token, got {name} with its heads sharded, "
+                f"norm: over='heads' needs all heads of a token, got {name} with sharded heads, "
                 f"{tuple(x.placements)}; call {name}.redistribute first, or shard its batch or tokens"
             )
     check_mesh("omega, phase", others, names[0], xs[0])
@@ -140,8 +140,8 @@ def check_heads(name: str, t: Tensor, dim: int, x: Any) -> None:
     ranks = count_ranks(x, HEADS)
     if t.shape[dim] % ranks:
         raise ValueError(
-            f"{name}: expected a multiple of {ranks} heads (the number of ranks) or 1 shared head, got {t.shape[dim]} "
-            f"in a tensor of shape {tuple(t.shape)}; redistribute x, or shard its batch or tokens"
+            f"{name}: expected a number of heads divisible by {ranks} (the number of ranks), or 1 shared head, got "
+            f"{t.shape[dim]} in a tensor of shape {tuple(t.shape)}; redistribute x, or shard its batch or tokens"
         )
 
 

@@ -197,7 +197,7 @@ def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], has_st
             f"{out.device}"
         )
     if out.requires_grad:
-        raise ValueError(f"{name}: expected a tensor that requires no gradient; detach it")
+        raise ValueError(f"{name}: expected a tensor that does not require grad; detach it")
 
 
 @lru_cache(maxsize=4096)

@@ -61,7 +61,7 @@ def take_tables(
         if omega is None:
             raise TypeError(
                 "omega: expected frequencies (H or 1, channels or pairs, K), got None; pass omega=axial_omega(...) "
-                "and positions, or tables=(cos, sin), or use a module with its own frequencies, such as RotateMd"
+                "and positions, or tables=(cos, sin), or use a module such as RotateMd, which has its own frequencies"
             )
         if positions is None:
             raise TypeError(f"{explain_missing(omega)}, or tables=(cos, sin) instead of omega and positions")
@@ -73,7 +73,8 @@ def take_tables(
     num_prefix = None if prefix is None else as_integer(prefix)
     if prefix is not None and (num_prefix is None or isinstance(prefix, bool) or num_prefix < 0):
         raise ValueError(
-            f"prefix: expected the number of tokens before the tables' first row, got {show_value(prefix)}"
+            "prefix: expected a non-negative integer, the number of tokens before the tables' first row, got "
+            f"{show_value(prefix)}"
         )
     if isinstance(tables, Tensor):
         if tables.is_nested or not tables.is_complex():
@@ -126,8 +127,8 @@ def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> La
     if prefix is None and num_rows < num_tokens:
         raise ValueError(
             f"tables: expected a row for each of the {num_tokens} tokens (x's N), got {num_rows} rows in "
-            f"tables of shape {tuple(tables.cos_sin.shape)}. Pass longer tables, or prefix=, the number of tokens "
-            "before the first row, if the other tokens have no position" + TRANSPOSE * looks_transposed
+            f"tables of shape {tuple(tables.cos_sin.shape)}. Pass longer tables. If the tokens before the first "
+            "row have no position, pass their number as prefix=" + TRANSPOSE * looks_transposed
         )
     return tables.lay_out(num_tokens)
 

@@ -82,7 +82,7 @@ def validate(
     num_axes = len(place.layout.sizes) if place.coords is None else place.coords.shape[-1]
     if num_axes < 1:
         size = () if place.coords is None else tuple(place.coords.shape)
-        raise ValueError(f"positions: expected at least one axis, got coords {size}")
+        raise ValueError(f"positions: expected at least one axis, got coords of shape {size}")
     channels = spec.num_channels
     if isinstance(omega, (tuple, list)) and omega and isinstance(omega[0], Tensor):
         raise TypeError(
@@ -138,7 +138,7 @@ def check_unused(options: Any, *names: str) -> None:
         if not (value is default or (isinstance(value, str) and value == default)):
             raise ValueError(
                 f"{name}: expected the default, {default!r}, because map={options.map!r} ignores this option, got "
-                f"{show_value(value)}; leave it out"
+                f"{show_value(value)}; leave out {name}"
             )
 
 
@@ -218,7 +218,7 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, 
             f"{name}: expected the same batch, tokens and head_dim as q ({x.shape[0]}, {x.shape[2]}, {x.shape[3]}), "
             f"got shape {tuple(t.shape)}; "
             + ("for (B, N, H, D), pass q.transpose(1, 2) and k.transpose(1, 2); " if is_tokens_first else "")
-            + "for tensors of different lengths, pass a pair of positions (for q, for k), which must be a tuple"
+            + "for tensors of different lengths, pass a tuple of positions (for q, for k)"
         )
 
 

@@ -33,7 +33,7 @@ def encode_qkv(
     if qkv is None:
         raise ValueError(f"num_key_heads: expected None without qkv, got {show_value(num_key_heads)}")
     if xs:
-        raise TypeError(f"qkv: expected either qkv or separate tensors, got qkv and {len(xs)} more")
+        raise TypeError("qkv: expected either qkv or separate tensors, got both")
     num_key_heads = _check_projection(qkv, num_key_heads)
     is_batched = qkv.ndim == (5 if num_key_heads is None else 4)
     out_argument = {} if out is None else {"out": tuple(map(order_heads, out)) if type(out) is tuple else out}
@@ -94,15 +94,13 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
     if num_key_heads is None:
         if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3:
             raise ValueError(
-                f"qkv: expected (B, N, 3, H, D) or (N, 3, H, D), or (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D) with "
-                f"num_key_heads, got {tuple(qkv.shape)}"
+                "qkv: expected ([B,] N, 3, H, D), or ([B,] N, H_q + 2 H_k, D) with num_key_heads, got "
+                f"{tuple(qkv.shape)}"
                 + ("; for a projection (B, N, 3 H D), pass qkv.unflatten(-1, (3, H, D))" if qkv.ndim == 3 else "")
             )
         return None
     if qkv.ndim not in (3, 4):
-        raise ValueError(
-            f"qkv: expected (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D) with num_key_heads, got {tuple(qkv.shape)}"
-        )
+        raise ValueError(f"qkv: expected ([B,] N, H_q + 2 H_k, D) with num_key_heads, got {tuple(qkv.shape)}")
     heads, total = None if isinstance(num_key_heads, bool) else as_integer(num_key_heads), qkv.shape[-2]
     if heads is None or heads < 1 or total - 2 * heads < 1 or total % heads:
         raise ValueError(

@@ -93,7 +93,7 @@ def _split_packed(arguments: TensorArguments, packed: Packed) -> tuple[TensorArg
     """Move cu_seqlens of packed sequences into the arguments. Return the arguments and the positions."""
     if arguments.cu_seqlens is not None:
         raise ValueError(
-            "cu_seqlens: expected None if positions come from lrpe_md.pack, which already contains cu_seqlens, got both"
+            "cu_seqlens: expected None with positions from lrpe_md.pack, which already contain cu_seqlens, got both"
         )
     return arguments._replace(cu_seqlens=packed.cu_seqlens), packed.positions
 

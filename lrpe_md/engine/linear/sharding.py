@@ -180,15 +180,15 @@ def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
             )
     if call.cu_seqlens is not None and count_ranks(q, TOKENS) * count_ranks(q, BATCH) > 1:
         raise ValueError(
-            f"cu_seqlens: expected all tokens on each rank, got q with its tokens or batch sharded, "
+            f"cu_seqlens: expected all tokens on each rank, got q with a sharded batch or sharded tokens, "
             f"{tuple(q.placements)}"
         )
     if sum(p.is_shard(TOKENS) for p in k.placements) > 1:
         raise ValueError(f"q: expected tokens sharded over a single mesh dimension, got {tuple(q.placements)}")
     if k.shape[1] % count_ranks(k, HEADS):
         raise ValueError(
-            f"k: expected a multiple of {count_ranks(k, HEADS)} heads (the number of ranks) or 1 replicated head, got "
-            f"{k.shape[1]}"
+            f"k: expected a number of heads divisible by {count_ranks(k, HEADS)} (the number of ranks), or 1 "
+            f"replicated head, got {k.shape[1]}"
         )
     for tables, x in ((call.q_tables, q), (call.k_tables, k)):
         check_cut(tables, x)

@@ -97,7 +97,7 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
             )
         if options.is_causal:
             raise ValueError(
-                "is_causal: expected False with block, which is causal between blocks and full within each, got True"
+                "is_causal: expected False with block=, which already makes attention causal between blocks, got True"
             )
     mask = "causal" if options.is_causal else "full" if block is None else "block"
     rule, directions = options.rule, options.directions
@@ -168,9 +168,9 @@ def check_normalizer(normalizer: Any, act: str) -> None:
         raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {show_value(normalizer)}")
     if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
         raise ValueError(
-            f"normalizer: 'unrotated' needs an activation that is never negative, one of {NEVER_NEGATIVE}, got "
-            f"act={act!r}. It divides by act(q) · Σ act(k); pass act='relu' to the encoding, or use normalizer='none' "
-            "or 'encoded'"
+            f"normalizer: 'unrotated' divides by act(q) · Σ act(k), so it needs an activation that is never negative, "
+            f"one of {NEVER_NEGATIVE}, got act={act!r}; pass act='relu' to the encoding, or use "
+            "normalizer='none' or 'encoded'"
         )
 
 

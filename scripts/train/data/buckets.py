@@ -16,8 +16,8 @@ Shape: TypeAlias = tuple[int, int]  # height and width in pixels
 # Help texts of --mix-sizes, --max-ratio and --test-size.
 MIX_SIZES = "Other sizes to train at, in pixels, separated by commas. Each batch has one size."
 MAX_RATIO = (
-    "Largest aspect ratio. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about --size² "
-    "pixels, and each batch comes from one bucket."
+    "Largest aspect ratio. 1 crops samples to squares. Above 1, samples keep their aspect ratio, and each batch "
+    "comes from one bucket of about --size² pixels."
 )
 TEST_SIZE = "To test a finished run at another size, repeat its command with a different --test-size."
 STEPS = 16  # short sides of neighbouring buckets differ by size / STEPS

@@ -214,7 +214,8 @@ def _from_npz(path: Path) -> Pictures:
         raise typer.BadParameter(f"--data {path}: can't be read as an .npz ({error}); create it again") from error
     if arrays["images"] is None:
         raise typer.BadParameter(
-            f"--data {path}: expected an array of images named {', '.join(ARRAYS['images'])}, got none; rename yours"
+            f"--data {path}: expected an array of images named {', '.join(ARRAYS['images'])}, got none; rename the "
+            "array"
         )
     return _from_arrays(path, arrays["images"], arrays["labels"])
 

@@ -110,7 +110,9 @@ class Records:
         if condition == "auto":
             return self
         if condition != "none" and getattr(self, condition) is None:
-            raise typer.BadParameter(f"--condition {condition}: --data {path} has no such condition; choose another")
+            raise typer.BadParameter(
+                f"--condition {condition}: --data {path} has no {condition}; choose another condition"
+            )
         captions = self.captions if condition == "captions" else None
         labels, classes = (self.labels, self.classes) if condition == "labels" else (None, ())
         return replace(self, captions=captions, labels=labels, classes=classes)

@@ -131,7 +131,8 @@ class Source:
         """Raise an error if a batch is larger than the training set."""
         if batch > len(self.train):
             raise typer.BadParameter(
-                f"--batch {batch}: expected at most {len(self.train)}, the number of training samples; make it smaller"
+                f"--batch {batch}: expected at most {len(self.train)}, the number of training samples; use a smaller "
+                "batch"
             )
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> tuple[Tensor, Any]:
@@ -189,12 +190,12 @@ def load_source(
     """
     path, split = config.data, config.split
     if (path / LATENTS).is_file():
-        check_ignored(config, "stream", "latents are read from memory; leave it out")
+        check_ignored(config, "stream", "latents are read from memory; leave out {option}")
         latents = Latents(path, config.flip, device)
         records = latents.records.with_condition(config.condition, path)
         if latents.lengths is not None:
             return _clips(config, latents, Films(records, latents.lengths), latents.about["digest"], encoding)
-        check_ignored(config, "frames every segment", "only works with latents of videos; leave it out")
+        check_ignored(config, "frames every segment", "only works with latents of videos; leave out {option}")
         chosen = choose_subset(len(records.names), split.limit)
         condition = make_condition(records, encoding)
         held_out = records.take(chosen).held_out(path, split)
@@ -204,13 +205,15 @@ def load_source(
         )  # fmt: skip
     if is_footage(path):
         check_ignored(
-            config, "without label stream", "only works with images, and --data contains videos; leave it out"
+            config, "without label stream", "only works with images, and --data contains videos; leave out {option}"
         )
         films, buckets, parts = open_films(path, sizes, split, config.condition)
         frames = load_pixels(parts, buckets.at_sizes(sizes.train), config.flip, device)
         digest = hash_data(parts, films.records)
         return _clips(config, frames, films, digest, encoding, buckets.at_sizes(sizes.only_test))
-    check_ignored(config, "frames every segment", "only works with videos, and --data contains images; leave it out")
+    check_ignored(
+        config, "frames every segment", "only works with videos, and --data contains images; leave out {option}"
+    )
     pictures = open_pictures(path, split, condition=config.condition, without=config.without, label=config.label)
     held_out, buckets = pictures.records.held_out(path, split), pictures.sort(sizes)
     if config.stream or is_stream(path):

@@ -478,7 +478,7 @@ class FileSource:
 
     def list_values(self, name: str) -> list[Any]:
         if name != "label":
-            raise StreamError(f"--label {name}: files have no fields; leave it out")
+            raise StreamError(f"--label {name}: files have no fields; leave out --label")
         return list(self.labels)
 
     def class_names(self, name: str) -> tuple[str, ...]:

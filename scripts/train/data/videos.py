@@ -106,8 +106,8 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
         raise VideoError(f"{path}: no frame could be decoded; check that it is a complete video (ffprobe {path.name})")
     if len(squares) < 0.95 * expected - 1:  # videos that were cut without re-encoding lack a few frames at the ends
         raise VideoError(
-            f"{path}: only {len(squares)} of {expected:.0f} frames could be decoded; the file is damaged, so leave it "
-            "out or re-encode it"
+            f"{path}: only {len(squares)} of {expected:.0f} frames could be decoded; the file is damaged, so remove "
+            "or re-encode it"
         )
     return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).contiguous()
 
@@ -155,7 +155,7 @@ def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
                 resized = frame.reformat(width, height, format="rgb24", interpolation="AREA")
                 yield np.rot90(resized.to_ndarray(), turns)
     except (FFmpegError, OSError) as error:
-        raise VideoError(f"{path} can't be read as a video ({error}); leave it out or re-encode it") from error
+        raise VideoError(f"{path} can't be read as a video ({error}); remove or re-encode it") from error
 
 
 def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
@@ -170,7 +170,7 @@ def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
         del os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"]
         os.environ.update({} if before is None else {"OPENCV_FFMPEG_CAPTURE_OPTIONS": before})
     if not capture.isOpened():
-        raise VideoError(f"{path} can't be read as a video; leave it out or re-encode it")
+        raise VideoError(f"{path} can't be read as a video; remove or re-encode it")
     try:
         yield max(capture.get(cv2.CAP_PROP_FRAME_COUNT), 0)
         while True:

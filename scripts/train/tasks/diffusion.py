@@ -183,21 +183,22 @@ class DiffusionTraining(GenerativeTraining):
             if wrong:
                 raise typer.BadParameter(
                     f"--patch {self.patch}: expected a divisor of {', '.join(map(str, wrong))}, the sides of the "
-                    "latents; compute them again with `train latents --patch`"
+                    "latents; recompute the latents with `train latents --patch`"
                 )
             sizes = sorted(map(int, self.latents["shapes"]))
             if self.size not in (DiffusionTraining.size, *sizes):
                 raise typer.BadParameter(
                     f"--size {self.size}: the latents have a fixed size of {', '.join(map(str, sizes))} pixels; leave "
-                    "it out, or compute them again with `train latents --size`"
+                    "out --size, or recompute the latents with `train latents --size`"
                 )
             check_ignored(
                 self, "mix_sizes max_ratio without label",
-                "latents have fixed sizes and conditions; pass it to `train latents` instead",
+                "latents have fixed sizes and conditions; pass {option} to `train latents` instead",
             )  # fmt: skip
             if self.test_size not in (0, DiffusionTraining.test_size):
                 raise typer.BadParameter(
-                    f"--test-size {self.test_size}: latents can only be tested at their own sizes; leave it out"
+                    f"--test-size {self.test_size}: latents can only be tested at their own sizes; leave out "
+                    "--test-size"
                 )
 
     @property

@@ -103,23 +103,24 @@ class ImageTraining(Training):
     without: str = option("", "Boolean field of metadata.jsonl; rows where it is true are left out.")
     limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     stream: bool = option(False, "Decode a folder's images on demand, instead of decoding all of them before training.")
-    size: str = option(
-        "", "Training size, in pixels: a side or HEIGHTxWIDTH. Default: 28 for idx files, 224 otherwise."
-    )
+    size: str = option("", "Training size, in pixels: SIDE or HEIGHTxWIDTH. Default: 28 for idx files, 224 otherwise.")
     reference: str = option(
-        "", "Interpolate positions to the patch grid of this image size, in pixels: a side or HEIGHTxWIDTH. To "
+        "", "Interpolate positions to the patch grid of this image size, in pixels: SIDE or HEIGHTxWIDTH. To "
         "fine-tune at a different size, pass the size that --weights were trained at. Default: neighbouring patches "
         "are one unit apart.",
     )  # fmt: skip
     mix_sizes: str = option(
-        "", "Other sizes to train at, in pixels: sides or HEIGHTxWIDTH, separated by commas. Each batch has one size."
+        "", "Other sizes to train at, in pixels: SIDE or HEIGHTxWIDTH, separated by commas. Each batch has one size."
     )
-    max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
+    max_ratio: float = option(
+        1.0, f"{MAX_RATIO} Values above 1 require streamed data (for folders, --stream).", least=1
+    )
     test_sizes: str = option(
         "auto",
-        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. With auto, both "
-        "sides of --size grow or shrink by 4 patches, or only the width grows; idx files are tested at 20,40,56,28x40. "
-        "To test a finished run at other sizes, repeat its command with different --test-sizes.",
+        "Other sizes to test at, in pixels: SIDE or HEIGHTxWIDTH, separated by commas. With auto, images are tested "
+        "with both sides 4 patches shorter, with both sides 4 patches longer, and with only the width 4 patches "
+        "longer. For idx files, auto means 20,40,56,28x40. To test a finished run at other sizes, repeat its command "
+        "with different --test-sizes.",
         free=True,
     )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
@@ -157,9 +158,9 @@ class ImageTraining(Training):
                 f"--without {self.without}: only works with --label; add --label, or leave out --without"
             )
         if self.dataset:
-            check_ignored(self, "label without stream", "does not work with --dataset; leave one of them out")
+            check_ignored(self, "label without stream", "does not work with --dataset; leave out {option} or --dataset")
         elif self.stream or is_stream(self.data):
-            check_ignored(self, "without", "does not work with streamed data; leave it out")
+            check_ignored(self, "without", "does not work with streamed data; leave out {option}")
         if self.reference and max(parse_size("--reference", self.reference, self.patch)) == self.patch:
             raise typer.BadParameter(explain_single_patch(self.reference))
         if not self.model:

@@ -120,7 +120,7 @@ class LmTraining(Training):
         free=True,
     )  # fmt: skip
     scaling: str = option(
-        "", f"Length scalings to evaluate as well, separated by commas: {', '.join(SCALINGS)}.", free=True
+        "", f"Additional length scalings to evaluate, separated by commas: {', '.join(SCALINGS)}.", free=True
     )
     test_bytes: int = option(EVAL_BYTES, "Maximum number of bytes of held-out text to evaluate.", free=True, least=1)
 
@@ -345,7 +345,9 @@ def sample_text(
     """Continue prompts with the model in a checkpoint, and print the results."""
     model, trained = restore(build_model(state["settings"]), state), state["settings"]["length"]
     if not all(prompts):
-        raise typer.BadParameter("--prompt: expected text to continue, got ''; leave it out to start with a new line")
+        raise typer.BadParameter(
+            "--prompt: expected text to continue, got ''; without --prompt, text starts on a new line"
+        )
     batch, padding = left_pad([torch.tensor(list(p.encode())) for p in prompts])
     if scaling:
         choose("--scaling", [scaling], SCALINGS)

@@ -83,12 +83,12 @@ class RecallTraining(Training):
     keys: int = option(8, "Number of different keys.", least=1)
     values: int = option(8, "Number of different values.", least=2)
     writes: int = option(4, "Number of tokens per frame that write a value.", least=1)
-    questions: int = option(2, "Number of tokens per frame that ask a question of each kind.", least=1)
+    questions: int = option(2, "Number of tokens per frame that ask each kind of question.", least=1)
     encoding: str = option("rotate", RECALL.help)
     attention: str = option(
         "delta",
-        "Attention: softmax, or the memory of linear attention: add, decay (forgets) or delta (overwrites); or one for "
-        "each layer, separated by commas and repeated over the depth.",
+        "Attention: softmax, or linear attention with the memory add, decay (forgets) or delta (overwrites). Pass "
+        "one for all layers, or one per layer, separated by commas and repeated over the depth.",
     )
     dim: int = option(32, "Embedding width.", least=1)
     depth: int = option(2, "Number of blocks.", least=1)

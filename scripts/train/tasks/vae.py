@@ -61,7 +61,9 @@ class VaeTraining(GenerativeTraining):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.size % self.factor:
-            raise typer.BadParameter(f"--size: expected a multiple of {self.factor} for {self.widths}, got {self.size}")
+            raise typer.BadParameter(
+                f"--size: expected a multiple of {self.factor} for --widths {self.widths}, got {self.size}"
+            )
         parse_mixed(self.mix_sizes, self.size, self.factor)
 
     @property
@@ -172,7 +174,9 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
     sizes = Sizes(parse_mixed(config.mix_sizes, config.size, config.factor), (), config.factor, config.max_ratio)
     source = load_source(config, sizes, device, Encoding(EncoderSize(1, 1, 1, 1)))
     if source.latents is not None:
-        raise typer.BadParameter(f"--data {config.data}: expected images or videos, got latents; pass their images")
+        raise typer.BadParameter(
+            f"--data {config.data}: expected images or videos, got latents; pass the original data"
+        )
     if config.is_new:
         source.check_batch(config.batch)
     report(source.describe_held_out())

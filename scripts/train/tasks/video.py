@@ -100,8 +100,8 @@ class VideoTraining(Training):
         "repeat its command with a different --test-frames. Default: twice --frames.", least=0, off=True, free=True,
     )  # fmt: skip
     reference: str = option(
-        "", "FRAMESxSIZE, such as 8x48: interpolate positions to the grid of clips of this length and size. To "
-        "fine-tune at a different length or size, pass the ones that --weights were trained at. With --causal, only "
+        "", "Interpolate positions to the grid of clips of this length and size: FRAMESxSIZE, such as 8x48. To "
+        "fine-tune at a different length or size, pass those that --weights were trained at. With --causal, only "
         "positions in space change. Default: neighbouring tokens are one unit apart.",
     )  # fmt: skip
     motion: bool | None = option(
@@ -135,7 +135,9 @@ class VideoTraining(Training):
         5, "Number of parts to split the segments (with --task labels, the videos) into; one is held out.", least=2
     )
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
-    test_samples: int = option(1024, "Approximate number of held-out clips × labels to test on.", free=True, least=1)
+    test_samples: int = option(
+        1024, "Approximate number of held-out pairs of a clip and a label to test on.", free=True, least=1
+    )
     cache: str = option(
         "auto", "Folder for decoded frames, shared by runs: auto (the user's cache), none, or a folder.", free=True
     )
