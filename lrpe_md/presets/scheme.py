@@ -490,9 +490,18 @@ class Preset:
         rescaled = grid.interpolate(reference)
         if grid.scale is None or isinstance(grid.scale, Tensor):
             return rescaled
+        return grid.interpolate(self.reference_sizes(reference, shape, **options))
+
+    def reference_sizes(self, reference: Any, shape: tuple[int, ...], **options: Any) -> tuple[int | None, ...]:
+        """Return, for each axis of the positions, the size to which ``reference`` rescales a grid of this shape.
+
+        The size is None for an axis that :meth:`positions` does not rescale.
+        """
         skips = self.skips_reference(shape, **options)
-        sizes = (reference,) * self.num_axes if isinstance(reference, int) else reference
-        return grid.interpolate([None if skip else r for skip, r in zip(skips, sizes, strict=True)])
+        sizes = getattr(self._place(shape, options), "shape", shape)
+        each = (reference,) * self.num_axes if isinstance(reference, int) else reference
+        each = _expand_reference(each, shape, sizes)
+        return tuple(None if skip else size for skip, size in zip(skips, each, strict=True))
 
     def skips_reference(self, shape: tuple[int, ...], **options: Any) -> tuple[bool, ...]:
         """Return, for each axis of a grid, whether :meth:`positions` ignores ``reference``.
