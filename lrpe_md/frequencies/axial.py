@@ -102,7 +102,7 @@ def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[
 
 def check_map(axis_map: Any, num_axes: int) -> None:
     if isinstance(axis_map, str) or not isinstance(axis_map, Sequence):
-        if axis_map not in (*AXIS_MAPS, "head"):
+        if not isinstance(axis_map, str) or axis_map not in (*AXIS_MAPS, "head"):
             raise ValueError(
                 f"axis_map: expected one of {(*AXIS_MAPS, 'head')} or groups of axes, got {show_value(axis_map)}"
             )

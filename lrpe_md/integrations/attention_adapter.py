@@ -462,7 +462,7 @@ def adapt_attention(
             layer gets its own encoding.
         num_axes: number of axes, if the encoding is built here. The default is the number of axes of fixed positions,
             or 2 otherwise.
-        head_dim, num_heads: sizes of the attention modules. By default, they are read from the modules.
+        head_dim, num_heads: sizes of the attention modules. By default, they are read from the modules' attributes.
         name: attribute of the model that holds the encoding. If two groups of modules, such as the encoder and decoder
             of an MAE, need different encodings, call ``adapt_attention`` twice with different names.
 
@@ -632,7 +632,7 @@ def _build(
     if num_axes is None:
         num_axes = positions.shape[-1] if isinstance(positions, Tensor) else getattr(positions, "num_axes", 2)
     if not isinstance(encoding, nn.Module) and (head_dim is None or num_heads is None):
-        read = {_read_heads(path, module) for path, module in found.items()}
+        read = {_read_heads(path, module, head_dim, num_heads) for path, module in found.items()}
         if len(read) > 1:
             raise ValueError(
                 f"modules: expected attention modules with the same head_dim and num_heads, got {sorted(read)}. Adapt "
@@ -651,13 +651,18 @@ def _build(
     return built if device is None else built.to(device)
 
 
-def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
-    """Read head_dim and num_heads from a third-party attention module."""
+def _read_heads(path: str, module: nn.Module, head_dim: int | None, num_heads: int | None) -> tuple[int, int]:
+    """Read head_dim and num_heads from a third-party attention module. The arguments replace missing attributes."""
     for source in (module, getattr(module, "config", None)):
         groups = [[getattr(source, name, None) for name in names] for names in (_HEADS, _HEAD_DIM, _WIDTH)]
         heads, size, width = (next((n for n in each if isinstance(n, int) and n > 0), None) for each in groups)
-        if heads and (size or width):
-            return size or (width or 0) // heads, heads
+        if heads and width and not size:
+            size = width // heads
+        size, heads = size or head_dim, heads or num_heads
+        if size and heads:
+            return size, heads
     raise ValueError(
-        f"head_dim, num_heads: expected both as arguments, got None; {path} does not have them as attributes"
+        f"head_dim, num_heads: expected both as arguments or as attributes of {path}, got head_dim={head_dim} and "
+        f"num_heads={num_heads} as arguments. Pass what the module lacks, as in adapt_attention(.., head_dim=64, "
+        "num_heads=12)"
     )

@@ -25,7 +25,7 @@ from ..checks import (
 )
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import explain_missing, find_positional
-from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy
+from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy_layout
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
 from ..engine.linear.call import Description
@@ -47,7 +47,7 @@ Phase = bool | Literal["k"]
 BUILT_FROM = {"axis_order", "base", "frequencies", "learnable", "preset", "seed"}  # read only when a module is built
 DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # from RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
-CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encoding_kwargs of a model"
+CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split){})), or with split= in the encoding_kwargs of a model"
 
 
 def warn_of_shared_heads(num_heads: int, owner: str, remedy: str, stacklevel: int) -> None:
@@ -529,7 +529,7 @@ class FrequencyModule(nn.Module):
                 raise ValueError(
                     f"{name}: expected a number of heads divisible by num_heads={self.num_heads} (the number of key "
                     f"heads), got {x.shape[1]} in a tensor of shape {tuple(x.shape)}"
-                    + (remedy(x, wheres[0]) or f"; build the module with num_heads={xs[-1].shape[1]}")
+                    + (remedy_layout(x, wheres[0]) or f"; build the module with num_heads={xs[-1].shape[1]}")
                 ) from None
             if x.device != own.device:
                 raise ValueError(
@@ -543,7 +543,7 @@ class FrequencyModule(nn.Module):
             if found != self.num_axes:
                 raise ValueError(
                     f"positions: expected the module's num_axes, {self.num_axes}, got {count_axes(found)}"
-                    + (remedy(xs[0], where) or self._axes_advice(where, found))
+                    + (remedy_layout(xs[0], where) or self._axes_advice(where, found))
                 ) from None
 
     def _axes_advice(self, positions: Any, found: int) -> str:
@@ -625,7 +625,8 @@ class SeriesModule(FrequencyModule):
         if frequencies == "axial":
             widths = cut_blocks([math.ceil(num_channels / num_axes)] * num_axes, num_channels, num_axes)
             widths = widths if axis_order == "major_first" else widths[::-1]
-            warn_of_idle_axes(widths, stacklevel=4, remedy=CHOOSE_SHARES)
+            map_ = ', map="cosine"' if self.map == "cosine" else ""  # a scheme rotates by default
+            warn_of_idle_axes(widths, stacklevel=4, remedy=CHOOSE_SHARES.format(map_))
         elif self.learnable and self.phase is None and self.shapes["omega"][0] < num_heads:
             warn_of_shared_heads(num_heads, "this function", "return omega (num_heads, channels, K)", stacklevel=3)
 

@@ -51,7 +51,8 @@ class CosineMd(SeriesModule):
         num_heads: number of key heads, or 1 to share the frequencies among all heads.
         learnable: if True, learn the logarithm of theta (axial) or omega (others). "raw" learns theta itself. Axial
             frequencies share a single theta for all axes. To learn each axis separately, use ``PresetMd(Scheme(..,
-            Axial((1, 1))), learnable=True)``. If False, the frequencies are a fixed buffer.
+            Axial((1, 1)), map="cosine"), learnable=True)``, or omit ``map`` to rotate. If False, the frequencies are a
+            fixed buffer.
         axis_order: which axis gets the first block of channels; see :func:`lrpe_md.axial_omega`. :class:`RotateMd`
             lists the conventions of known models.
         rotary_dim, act, dim, impl: see :func:`lrpe_md.cosine`.

@@ -278,6 +278,8 @@ def _panels(figure: Any, rows: int, columns: int) -> list[Any]:
 
 
 def _whole_ticks(size: int, number: int) -> list[float]:
+    if number < 1:
+        return [0.0]
     ticks = MaxNLocator(number, integer=True).tick_values(0, max(size - 1, 1))
     return [float(t) for t in ticks if 0 <= t < size]
 
@@ -293,11 +295,16 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     picture = data.arrange_frames(layout, values, view.frames)
     image = axis.imshow(picture.image.numpy(), interpolation="nearest", **scale)
     height, width = picture.size
-    ticks = {picture.top + t: f"{t:.0f}" for t in _whole_ticks(height, 4)}
-    ticks |= {(picture.top - data.GAP - 1) / 2: "text"} if layout.text else {}
+    # Labels of ticks need some space, in inches.
+    rows, columns = picture.image.shape
+    cell = min(axis.bbox.width / columns, axis.bbox.height / rows) / axis.figure.dpi
+    label, centre = 0.15, (picture.top - data.GAP - 1) / 2
+    ticks = {picture.top + t: f"{t:.0f}" for t in _whole_ticks(height, min(4, int(height * cell / label)))}
+    if layout.text:
+        ticks = {y: name for y, name in ticks.items() if (y - centre) * cell > label} | {centre: "text"}
     axis.set_yticks(list(ticks), list(ticks.values()))
     if len(view.frames) == 1:
-        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.set_xticks(_whole_ticks(width, min(5, int(width * cell / (1.5 * label)))))
         axis.set_xlabel("W", labelpad=1)
     else:
         axis.set_xticks(
@@ -408,7 +415,12 @@ def _head_and_foot(figure: Figure, view: View) -> None:
         *_conditions(view),
     ]
     at: Any = {"x": 0.008, "ha": "left"}
-    figure.suptitle("   ·   ".join([_bold(made.name), *parts]), fontsize=9, **at)
+    title = figure.suptitle(_bold(made.name), fontsize=9, **at)
+    for part in parts:
+        text = title.get_text()
+        title.set_text(f"{text}   ·   {part}")
+        if title.get_window_extent().x1 > figure.bbox.x1:
+            title.set_text(f"{text}\n{part}")
     figure.supxlabel(FOOT, fontsize=7, color="#444444", **at)
 
 
@@ -424,11 +436,10 @@ def _conditions(view: View) -> list[str]:
             continue
         rules = {key: each for key, each in view.options.items() if key != name}
         sizes = made.find_reference(value, layout.shape, **rules)
-        parts.append(
-            "positions scaled by the scheme's own rule"
-            if set(sizes) == {None}
-            else "positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)
-        )
+        if any(sizes):
+            parts.append("positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes))
+        elif isinstance(value, int) or any(value):
+            parts.append("positions scaled by the scheme's own rule")
     parts += [f"{layout.text} text token{'s' * (layout.text > 1)}"] if layout.text else []
     parts += [f"{width} of {made.head_dim} channels rotated"] if width < made.head_dim else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []

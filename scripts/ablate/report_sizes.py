@@ -234,7 +234,7 @@ def find_changes(settings: dict[str, Any]) -> list[str]:
     defaults = default_options(task, task.defaults | training) | task.defaults
     named = ("steps", "seconds", "batch", "lr", "precision", "compile", "cuda_graphs")
     return [
-        f"`{name}` {show_value(training[name])}"
+        f"`{name}` {show_value(training[name])}" + " times the learning rate" * (name == "frequency_lr")
         for name, default in defaults.items()
         if name in training and name not in {*named, *free} and str(training[name]) != str(default)
     ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from lrpe_md import adapt_rotary
@@ -93,11 +94,13 @@ def import_checkout(root: Path, name: str = "lrpe_md_other") -> Any:
     get a separate namespace.
 
     Raises:
-        FileNotFoundError: if the checkout has no package.
+        typer.BadParameter: if the checkout has no package.
     """
     package = root / "lrpe_md"
     if not (package / "_ops.py").is_file():
-        raise FileNotFoundError(f"{root}: expected a checkout of this repository, found no lrpe_md/_ops.py in it")
+        raise typer.BadParameter(
+            f"--other: expected a checkout of this repository, got {root}, which has no lrpe_md/_ops.py"
+        )
     folder = Path(tempfile.mkdtemp(prefix="other-checkout-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shutil.copytree(package, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

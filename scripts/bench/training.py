@@ -295,6 +295,16 @@ def with_baselines(workload: Workload, wanted: list[str] | None) -> list[str]:
     return sorted(names, key=lambda name: (list(known).index(split_options(name)[0]), name))
 
 
+def import_other(other: Path | None, is_used: bool) -> None:
+    """Import the checkout of --other for adapted-other. Raise an error if only one of the two options is passed."""
+    if is_used and other is None:
+        raise typer.BadParameter("--encodings: adapted-other needs --other, a checkout of a different version")
+    if other is not None:
+        if not is_used:
+            raise typer.BadParameter("--other: only adapted-other uses it; add adapted-other to --encodings")
+        Hosted.other = import_checkout(other)
+
+
 def append(path: Path, rows: pd.DataFrame) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -357,10 +367,7 @@ def main(
     for model, names in todo.items():
         if not names:
             raise typer.BadParameter(f"--encodings: {model} supports none of {encodings}")
-    if other is not None:
-        Hosted.other = import_checkout(other)
-    elif any("adapted-other" in names for names in todo.values()):
-        raise typer.BadParameter("--encodings: adapted-other needs --other, a checkout of a different version")
+    import_other(other, any("adapted-other" in names for names in todo.values()))
     here = measured_on(on, commit)
     console = Console(soft_wrap=True)
     timing = Timing(steps, limit, backend, profiling, on, console)

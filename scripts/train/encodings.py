@@ -315,6 +315,11 @@ class Backbone:
                 f"{option}: expected an encoding, such as rotate, got {name!r}, a kind of attention; pass it as "
                 f"--attention {name}"
             )
+        if name in ENCODINGS and name in REGISTERED:
+            raise typer.BadParameter(
+                f"{option}: expected one encoding, but {name!r} names both a built-in encoding and your scheme; "
+                "register your scheme under another name"
+            )
         choose(option, [name], self.names, "For your own scheme, pass --import MODULE.")
         chosen = ENCODINGS[name] if name in self.encodings else _entry(name)
         known = encoding_options(chosen.encoding) - {"num_heads", "device", "dtype", "scaling"}

@@ -120,7 +120,10 @@ def build_view(
     with _name_option("--token"):
         layout.index(chosen)
     if not 0 <= head < made.num_heads:
-        raise typer.BadParameter(f"--head: expected 0 to {made.num_heads - 1} (--heads {made.num_heads}), got {head}")
+        raise typer.BadParameter(
+            f"--head: expected 0 to {made.num_heads - 1}, because --heads is {made.num_heads}, got {head}; for more "
+            "heads, pass --heads"
+        )
     number = made.omega.shape[1]
     for channel in channels:
         if not 0 <= channel < number:
@@ -225,7 +228,7 @@ def main(
         Path, typer.Option(help="Output folder. Figures are named NAME.png, or NAME-2.png if that file exists.")
     ] = Path("runs/visualize"),
     format: Annotated[str, typer.Option(help=f"File format: {', '.join(FORMATS)}.")] = "png",
-    dpi: Annotated[int, typer.Option(min=20, help="Resolution of a PNG, in dots per inch.")] = 150,
+    dpi: Annotated[int, typer.Option(min=20, max=1200, help="Resolution of a PNG, in dots per inch.")] = 150,
     dark: Annotated[
         bool, typer.Option("--dark", help="Also save a version for dark backgrounds, named NAME-dark.")
     ] = False,

@@ -231,6 +231,15 @@ def test_readme_shows_measured_accuracy():
     assert f"{shown}{means['learned']:.1f}% (learned table)" in README.read_text(encoding="utf-8")
 
 
+def test_the_image_guide_expects_the_accuracy_of_the_default_base():
+    rows = pd.read_csv(ROOT / "scripts" / "results" / "ablate-image-bases" / "results.csv", keep_default_na=False)
+    rows = rows[(rows.encoding == "rotate:base=10000") & (rows.attention == "softmax") & (rows.positions == "rescaled")]
+    at = rows.astype({"value": float}).groupby("size").value.mean()
+    expected = f"Expect {at['28x28']:.0f}% at 28 pixels, and with rescaled positions {at['40x40']:.0f}% at 40"
+    text = " ".join((DOCS / "image.md").read_text(encoding="utf-8").split())
+    assert f"{expected} and {at['56x56']:.0f}% at 56 pixels" in text
+
+
 def test_readme_counts_models_and_presets():
     text = README.read_text(encoding="utf-8")
     files = (ROOT / "scripts" / "results" / "adapters").glob("*.csv")

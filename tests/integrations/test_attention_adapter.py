@@ -579,7 +579,7 @@ INVALID = {
     "encoding": ({"encoding": "rotary"}, r"encoding: unknown 'rotary'; did you mean 'rotate'\? Expected 'cosine'"),
     "layers": ({"encoding": torch.nn.ModuleList([RotateMd(16, 2)])}, "one module for each of the 2 attention modules"),
     "none": ({"encoding": None}, "encoding: expected an encoding, got None"),
-    "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "expected both as arguments"),
+    "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "expected both as arguments or as"),
     "heads": (
         {"change": lambda m: setattr(m.blocks[0].attn, "head_dim", 8)},
         r"modules: expected attention modules with the same head_dim and num_heads, got \[\(8, 2\), \(16, 2\)\]",
@@ -600,6 +600,21 @@ def test_modules_without_a_common_name():
     with pytest.raises(ValueError, match=r"modules: .* blocks\.\*\.mixer.*, got None, and no module is named attn, "):
         adapt_attention(model, "rotate", plain.dit_positions)
     adapt_attention(model, "rotate", plain.dit_positions, modules="blocks.*.mixer")
+
+
+@pytest.mark.parametrize("missing", ["head_dim", "num_heads"])
+def test_sizes_from_attributes_and_arguments(missing):
+    """An argument replaces the attribute that a module lacks. A head_dim is not derived from an argument num_heads."""
+    sizes = {"head_dim": 16, "num_heads": 2}
+    model = plain.Dit()
+    for block in model.blocks:
+        vars(block.attn).update(sizes)
+        delattr(block.attn, missing)
+    other = next(name for name in sizes if name != missing)
+    with pytest.raises(ValueError, match=f"head_dim, num_heads: expected both .* {other}={sizes[other]}"):
+        adapt_attention(model, "rotate", plain.dit_positions, **{other: sizes[other]})
+    adapt_attention(model, "rotate", plain.dit_positions, **{missing: sizes[missing]})
+    assert model.encoding.head_dim == 16
 
 
 @pytest.mark.parametrize("name", INVALID)

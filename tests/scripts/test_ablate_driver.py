@@ -370,6 +370,8 @@ def test_the_report_names_settings_that_differ_from_the_defaults():
     assert report_sizes.describe_training(settings, results) == text + more
     changed = report_sizes.find_changes({"task": "diffusion", "training": {"test_size": 96, "test_samples": 2}})
     assert changed == ["`test_size` 96"]
+    changed = report_sizes.find_changes({"task": "lm", "training": {"frequency_lr": 0.01}})
+    assert changed == ["`frequency_lr` 0.01 times the learning rate"]
     videos = {"task": "labels", "causal": True, "flip": False, "motion": False}  # their own defaults
     assert report_sizes.find_changes({"task": "video", "training": videos}) == ["`task` labels", "`causal` True"]
     changed = report_sizes.find_changes({"task": "video", "training": {"flip": False, "motion": True}})

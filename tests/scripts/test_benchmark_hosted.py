@@ -90,11 +90,19 @@ def test_another_checkout_runs_in_the_same_process(monkeypatch, tmp_path):
     with torch.no_grad():
         adapted, stock = (workload.loss(m, *workload.inputs(m, 2, torch.device("cpu"))) for m in models)
     torch.testing.assert_close(adapted, stock, rtol=1e-4, atol=1e-6)
-    with pytest.raises(FileNotFoundError, match="checkout"):
-        import_checkout(tmp_path)
-    done = CliRunner().invoke(app, ["training", "--models", "llama", "--encodings", "adapted-other"])
-    assert done.exit_code == 2
-    assert "--other" in done.output
+
+
+def test_wrong_uses_of_another_checkout_are_refused(tmp_path):
+    training = ["training", "--models", "llama", "--device", "cpu", "--encodings"]
+    for args, message in (
+        ([*training, "adapted-other"], "--encodings: adapted-other needs --other"),
+        ([*training, "adapted", "--other", str(ROOT)], "--other: only adapted-other uses it"),
+        ([*training, "adapted-other", "--other", str(tmp_path)], "--other: expected a checkout"),
+        (["linear", "--device", "cpu", "--smoke", "--other", str(tmp_path)], "--other: expected a checkout"),
+    ):
+        done = CliRunner().invoke(app, args, env={"COLUMNS": "400", "NO_COLOR": "1"})
+        assert done.exit_code == 2
+        assert message in done.output
 
 
 def test_the_command_and_its_table(monkeypatch, tmp_path):

@@ -189,7 +189,7 @@ BAD = {
         lambda f: [(f / "metadata.jsonl").unlink(), _break(f, **{"red0.txt": "", "red1.txt": ""}), load(f)],
     ),
     "one caption": (
-        r"held-out samples, got 0 and 1 \(1 different captions\); add", lambda f: load(f, limit=1),
+        r"held-out samples, got 0 and 1 \(1 different caption\); add", lambda f: load(f, limit=1),
     ),
 }  # fmt: skip
 

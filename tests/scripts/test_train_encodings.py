@@ -211,6 +211,14 @@ def test_registered_schemes(registered):
     assert registered in TEXT.names
 
 
+@pytest.mark.parametrize("name", ["sincos", "rotate-mixed", "space-only"])
+def test_a_scheme_with_the_name_of_an_encoding_is_refused(monkeypatch, name):
+    monkeypatch.setitem(registry.REGISTERED, name, OWN)
+    for given in (name, f"{name}:base=5"):
+        with pytest.raises(typer.BadParameter, match=f"'{name}' names both .* your scheme under another name"):
+            config("digits", given)
+
+
 def invoke(app: Any, *args: Any) -> Any:
     return CliRunner().invoke(app, list(map(str, args)), env={"COLUMNS": "400", "NO_COLOR": "1"})
 

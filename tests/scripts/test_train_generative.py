@@ -99,10 +99,16 @@ def outside(folder: Path) -> None:
     Image.new("RGB", (8, 8)).save(folder / "stray.png")
 
 
+def keep_one(folder: Path) -> None:
+    for path in sorted(folder.glob("*/*"))[1:]:
+        path.unlink()
+
+
 WRONG = {
     "outside of a class": (outside, {}, "expected each image in a class folder, such as cats/1.png, got 1"),
     "no captions": (lambda folder: None, {"condition": "captions"}, "NAME.txt next to each of the 24 images"),
-    "all held out": (lambda folder: None, {"parts": 1}, r"held-out samples, got 0 and 24 \(24 different names\)"),
+    "one part": (lambda folder: None, {"parts": 1}, "--parts: expected at least 2, got 1"),
+    "one image": (keep_one, {"batch": 1}, r"held-out samples, got (0 and 1|1 and 0) \(1 different name\)"),
     "too large a batch": (lambda folder: None, {"batch": 64}, "--batch 64: expected at most"),
     "features of classes": (
         lambda folder: None, {"text_features": Path("absent")}, "--text-features absent: expected --data with captions",

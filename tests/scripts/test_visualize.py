@@ -221,7 +221,7 @@ def test_distances_in_slices_do_not_overlap():
 def test_a_model_is_drawn_with_its_encoding():
     encoding = lrpe_md.RotateMd(16, 2)
     model = torch.nn.Module()
-    with pytest.raises(TypeError, match=r"model.encoding, or a tensor omega .*, got Module; .* own RoPE, pass"):
+    with pytest.raises(TypeError, match=r"model.encoding\), or a tensor omega .*, got Module; .* own RoPE, pass"):
         lrpe_md.show(model)
     model.encoding = encoding
     assert lrpe_md.show(model, (4, 6)).get_suptitle() == lrpe_md.show(encoding, (4, 6)).get_suptitle()
@@ -371,6 +371,40 @@ def test_ticks_are_whole_and_on_the_grid():
     assert [(y, text.get_text()) for y, text in zip(axis.get_yticks(), axis.get_yticklabels(), strict=True)] == [
         (2.0, "0"), (0.0, "text")
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "wanted"), [((30, 1), 20, "0"), ((200, 2), 3, "0"), ((4, 6), 1500, "0"), ((3, 60), 0, "01530")]
+)
+def test_labels_of_ticks_do_not_overlap(shape: tuple[int, ...], text: int, wanted: str):
+    figure = lrpe_md.show(["flux1", "eva02"], shape) if not text else lrpe_md.show("flux1", shape, text=text)
+    figure.draw_without_rendering()
+    pictures = [axis for axis in _all_axes(figure) if axis.get_ylabel() == "H"]
+    assert len(pictures) >= 2
+    for axis in pictures:
+        assert "".join(label.get_text() for label in axis.get_xticklabels()).startswith(wanted)
+        for labels in (axis.get_xticklabels(), axis.get_yticklabels()):
+            boxes = [label.get_window_extent() for label in labels]
+            assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_the_label_of_the_text_covers_no_other():
+    figure = lrpe_md.show("flux1", (32, 48), text=16)
+    axis = figure.subfigs[0].axes[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["8", "16", "24", "text"]
+
+
+def test_a_long_header_has_two_lines():
+    options: Any = {"num_heads": 3, "head": 2, "reference": 14, "text": 1}
+    figure = lrpe_md.show("rope_vit_mixed", (24, 24), **options)
+    figure.draw_without_rendering()
+    assert figure.get_suptitle().split("\n")[1].startswith("head 2 (3 heads)")
+    assert figure._suptitle.get_window_extent().x1 <= figure.bbox.x1  # pyright: ignore[reportAttributeAccessIssue]
+    assert "\n" not in lrpe_md.show("rope_vit_axial", (24, 24)).get_suptitle()
+
+
+def _all_axes(figure: Any) -> list[Any]:
+    return figure.axes or [axis for each in figure.subfigs for axis in _all_axes(each)]
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -773,6 +807,7 @@ def test_the_header_names_the_options_of_the_positions():
     assert "positions rescaled to 8×–" in visualize.draw(tiny("rope_vit_axial", reference="8x-")).get_suptitle()
     assert "positions rescaled to 16×16" in visualize.draw(tiny("rope_vit_axial", reference="16")).get_suptitle()
     assert "positions scaled by the scheme's own rule" in visualize.draw(tiny("dinov3", reference="16")).get_suptitle()
+    assert "positions rescaled to –×8×12" in visualize.draw(tiny("wan", (4, 6), reference="8x12")).get_suptitle()
     assert "positions rescaled to 3×–×–" in visualize.draw(tiny("cogvideox", reference="3x9x14")).get_suptitle()
     title = lrpe_md.show(["rope_vit_axial"], (4, 6), reference=16).axes[0].get_title()
     assert title.endswith(", grid 4×6,\npositions rescaled to 16×16")
@@ -831,7 +866,8 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--token", "1x1x1"], "--token: expected coordinates on the grid 18x28, starting at 0, got 1x1x1"),
     (["-p", "wan", "--base", "0"], "--base: expected a positive number, got 0.0"),
     (["-p", "cosformer", "--base", "3"], "--base: must be left out, because cosformer doesn't use it"),
-    (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
+    (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0, because --heads is 1, got 1; for more heads, pass"),
+    (["-p", "eva02", "--dpi", "5000"], "'--dpi': Input should be less than or equal to 1200"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "wan", "--compare"], "--compare: expected several presets, got one; pass --preset for each"),
     (["--frequencies", "axial", "--compare"], "such as several bases, pass a dict to lrpe_md.show in Python"),

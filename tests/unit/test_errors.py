@@ -238,6 +238,10 @@ BAD = {
         ValueError, r"omega: expected shape",
         lambda: cosine(x, omega=omega[:, :5], positions=grid),
     ),
+    "omega without the axis of heads": (
+        ValueError, r"omega: expected shape .*; pass omega\[None\]$",
+        lambda: cosine(x, omega=omega[0], positions=grid),
+    ),
     "omega of another number of axes": (ValueError, r"omega", lambda: cosine(x, omega=omega[..., :1], positions=grid)),
     "omega of 3 heads for 4": (
         ValueError, r"omega: .*divisor of x's 4 heads", lambda: cosine(x, omega=torch.rand(3, 8, 2), positions=grid),
@@ -295,6 +299,18 @@ BAD = {
     "positions of a module on one axis": (
         ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; build the module with num_axes=1$",
         lambda: RotateMd(8, 2)(x, positions=Grid((12,))),
+    ),
+    "positions of a module on one axis and without the prefix": (
+        ValueError, r"num_axes, 2, got 1 axis; build the module with num_axes=1$",
+        lambda: RotateMd(8, 2)(x, positions=Grid((10,))),
+    ),
+    "positions of a module with axes first": (
+        ValueError, r"num_axes, 2, got 12 axes; for coordinates \(K, N\), pass positions.mT$",
+        lambda: RotateMd(8, 2)(x[:1], positions=torch.rand(2, 12)),
+    ),
+    "query heads as num_heads, without the prefix": (
+        ValueError, r"x: expected a number of heads divisible by num_heads=3 .*; build the module with num_heads=4$",
+        lambda: RotateMd(8, 2, num_heads=3)(x, positions=Grid((2, 5))),
     ),
     "positions of Rotate1d on two axes": (
         ValueError, r"num_axes, 1, got 2 axes; use RotateMd\(head_dim, num_axes=2\)$",
@@ -414,6 +430,10 @@ BAD = {
     "coords of too many tokens": (
         ValueError, r"positions: expected 12 tokens.* = 13$",
         lambda: cosine(x, omega=omega, positions=torch.rand(13, 2)),
+    ),
+    "coords with rows for the prefix": (
+        ValueError, r"prefix 1 \+ coords \(12, 2\) .* = 13; prefix and suffix tokens have no coordinates, so leave out",
+        lambda: cosine(x, omega=omega, positions=Coordinates(torch.rand(12, 2), prefix=1)),
     ),
     "axes before tokens": (
         ValueError, r"coords \(3, 12\) .* = 3; for coordinates \(K, N\), pass positions.mT$",

@@ -4,6 +4,7 @@ import math
 from functools import partial
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -517,6 +518,7 @@ def test_gaps_of_each_axis_map(axis_map):
         (r"axis_map: expected groups that contain each of the 2 axes once", {"axis_map": ((0,),)}),
         (r"axis_map: expected groups that contain each of the 2 axes once", {"axis_map": ((0, 1), (1,))}),
         (r"axis_map: expected groups that contain each of the 2 axes once", {"axis_map": ((0.0, 1),)}),
+        (r"axis_map: expected one of .*or groups of axes, got ", {"axis_map": np.array([[0], [1]])}),
         (r"gaps: expected 3 channel counts \(before, between and after 2 blocks\), got \(1,\)", {"gaps": (1,)}),
         (r"gaps: expected 3 channel counts .*, got 1", {"gaps": 1}),
         (r"gaps: expected 3 channel counts .*, got \(0, 0\.5, 0\)", {"gaps": (0, 0.5, 0)}),

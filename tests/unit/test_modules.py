@@ -310,11 +310,11 @@ def test_arguments_that_are_only_read_when_a_module_is_built_cannot_change(name)
 )
 def test_axis_without_channels_warns(axis_order, head_dim, idle):
     expected = re.escape(f"expected channels for each of the 3 axes, got {idle} no effect. Use a larger head_dim")
-    for make in (partial(RotateMd, head_dim), partial(CosineMd, head_dim // 2)):
+    for make, map_ in ((partial(RotateMd, head_dim), ""), (partial(CosineMd, head_dim // 2), ', map="cosine"')):
         with pytest.warns(UserWarning, match=expected) as found:
             make(3, axis_order=axis_order, learnable=True)
         assert [warning.filename for warning in found] == [__file__]
-        assert "choose each axis's share with PresetMd(Scheme(.., Axial(split)))" in str(found[0].message)
+        assert f"choose each axis's share with PresetMd(Scheme(.., Axial(split){map_}))" in str(found[0].message)
     with pytest.warns(UserWarning, match=expected):
         build_encoding("rotate", {"axis_order": axis_order}, head_dim, 1, 1, 3)
 

@@ -185,6 +185,16 @@ def test_every_private_name_of_torch_is_listed():
     assert not missing, "add these names to READ_FROM, and to the page on architecture"
 
 
+def test_the_listed_names_of_torch_are_on_the_page():
+    """The page names each private name, or the private module that contains it."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Private names of torch")[1]
+    documented = set(re.findall(r"\w+", page.split("\n## ")[0]))
+    owners = {name: {part for part in name.split(".") if part.startswith("_")} - {"_C"} for name in READ_FROM}
+    missing = [name for name, parts in owners.items() if not documented & {*parts, name.split(".")[-1]}]
+    # The page names one of the global hooks, and refers to the others.
+    assert [name for name in missing if not name.endswith("_hooks")] == []
+
+
 def test_private_attributes_of_torch_are_on_the_page():
     """READ_FROM doesn't list attributes of objects, so the page on architecture names them."""
     import torch

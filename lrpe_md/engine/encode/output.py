@@ -185,12 +185,11 @@ def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) 
 def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], has_start: bool) -> None:
     check_dense(name, out, FORM)
     out_shape = tuple(out.shape)
-    fits = out_shape == shape
-    if has_start and len(out_shape) == 4:
-        fits = out_shape[2] >= shape[2] and (*out_shape[:2], out_shape[3]) == (*shape[:2], shape[3])
-    if not fits:
+    is_cache = len(out_shape) == 4 and out_shape == (*shape[:2], max(out_shape[2], shape[2]), shape[3])
+    if not (is_cache if has_start else out_shape == shape):
         form = f"{shape}" if not has_start else f"({shape[0]}, {shape[1]}, at least {shape[2]}, {shape[3]})"
-        raise ValueError(f"{name}: expected shape {form}, got {out_shape}")
+        advice = f"; to write to part of a cache, pass out_start=, or a slice of {shape[2]} of its rows"
+        raise ValueError(f"{name}: expected shape {form}, got {out_shape}{advice if is_cache else ''}")
     if out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
             f"{name}: expected the dtype and device of the input, {x.dtype} on {x.device}, got {out.dtype} on "

@@ -34,7 +34,7 @@ from .tables import TRANSPOSE, check_tables
 
 __all__ = [
     "WHOLE_PACK", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_input",
-    "check_pairs", "check_unused", "locate", "remedy", "rotary_slice", "validate",
+    "check_pairs", "check_unused", "locate", "remedy", "remedy_layout", "rotary_slice", "validate",
 ]  # fmt: skip
 
 ORDERS = get_args(Order)
@@ -228,7 +228,10 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
     if t.device != xs[0].device:
         raise ValueError(f"{name}: expected a tensor on x's device {xs[0].device}, got {t.device}")
     if t.ndim != 1 + len(tail) or tuple(t.shape[1:]) != tail:
-        raise ValueError(f"{name}: expected shape {form} = (H or 1, {', '.join(map(str, tail))}), got {tuple(t.shape)}")
+        advice = f"; pass {name}[None]" if tuple(t.shape) == tail else ""
+        raise ValueError(
+            f"{name}: expected shape {form} = (H or 1, {', '.join(map(str, tail))}), got {tuple(t.shape)}{advice}"
+        )
     for tensor in xs:
         if t.shape[0] < 1 or tensor.shape[1] % t.shape[0]:
             raise ValueError(
@@ -264,21 +267,30 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
     return start, stop - start
 
 
-def remedy(x: Tensor, positions: Any) -> str:
-    """Return advice for an error about the number of tokens, or "" if the shapes don't reveal the mistake."""
+def remedy_layout(x: Tensor, positions: Any) -> str:
+    """Return advice if the axes of ``x`` or of the positions are in the wrong order or missing, or ""."""
     coords = positions.coords if isinstance(positions, Coordinates) else positions
     if isinstance(coords, Tensor) and coords.ndim == 2 and coords.shape in ((x.shape[0], x.shape[2]), (1, x.shape[2])):
         return "; for position ids (B, N) on one axis, pass positions[..., None]"
     num_tokens = coords.shape[-2] if isinstance(coords, Tensor) and coords.ndim > 1 else None
     if x.shape[1] == getattr(positions, "num_tokens", num_tokens) != x.shape[2]:
         return TRANSPOSE
-    if isinstance(positions, Grid) and positions.whole and positions.num_tokens < x.shape[2]:
-        return "; count tokens that are not on the grid in prefix= or suffix="
     if isinstance(coords, Tensor) and coords.ndim > 1 and coords.shape[-1] == x.shape[2] != coords.shape[-2]:
         return "; for coordinates (K, N), pass positions.mT"
+    return ""
+
+
+def remedy(x: Tensor, positions: Any) -> str:
+    """Return advice for an error about the number of tokens, or "" if the shapes don't reveal the mistake."""
+    if advice := remedy_layout(x, positions):
+        return advice
+    if isinstance(positions, Grid) and positions.whole and positions.num_tokens < x.shape[2]:
+        return "; count tokens that are not on the grid in prefix= or suffix="
     if isinstance(positions, Coordinates) and positions.num_tokens < x.shape[2]:
         rest = x.shape[2] - positions.num_tokens
         return f"; count tokens without coordinates in prefix= or suffix=, as in Coordinates(coords, prefix={rest})"
+    if isinstance(positions, Coordinates) and positions.coords.shape[-2] == x.shape[2]:
+        return "; prefix and suffix tokens have no coordinates, so leave out their rows, or omit prefix= and suffix="
     return ""
 
 

@@ -137,7 +137,7 @@ class Records:
             if not found.any():
                 found = hashes == hashes.min()
         if found.all() or not found.any():
-            different = f"{len(set(keys))} different {'names' if self.captions is None else 'captions'}"
+            different = plural(len(set(keys)), f"different {'name' if self.captions is None else 'caption'}")
             raise typer.BadParameter(
                 f"--data {path}: expected training samples and held-out samples, got {(~found).sum()} and "
                 f"{found.sum()} ({different}); add samples, or choose other --parts and --fold"
