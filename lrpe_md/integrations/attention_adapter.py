@@ -395,7 +395,10 @@ def _checkpoint_state() -> tuple[Any, bool]:
 
 
 class _Encode(TorchFunctionMode):
-    """Mode that encodes q and k in SDPA calls. ``state`` is :func:`_checkpoint_state` outside of the mode, or None."""
+    """Mode that encodes q and k in SDPA calls.
+
+    ``state`` is the result of :func:`_checkpoint_state` before the mode is entered. With None, nothing is checked.
+    """
 
     def __init__(self, attention: _Attention, state: tuple[Any, bool] | None) -> None:
         super().__init__()

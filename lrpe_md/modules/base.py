@@ -571,7 +571,10 @@ class FrequencyModule(nn.Module):
     def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, **options: Any) -> Any:
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
-            raise ValueError(f"xs: expected both q and k, because only the keys have a phase, got {len(xs)}")
+            raise ValueError(
+                "xs: expected both q and k, because only the keys have a phase, got "
+                f"{len(xs)} tensor{'s' * (len(xs) != 1)}"
+            )
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
         positions = self.locate(positions) if self.moved else positions
         if self.map == "cosine":

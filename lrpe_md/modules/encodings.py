@@ -348,7 +348,10 @@ class Rotate1d(RotateMd):
         if out is not None or out_start is not None:
             raise ValueError("out: expected None with scale_base, because xPos scales the rotated values")
         if len(xs) != 2:
-            raise ValueError(f"xs: expected both q and k, got {len(xs)} tensor; xPos scales q and k differently")
+            raise ValueError(
+                f"xs: expected both q and k, got {len(xs)} tensor{'s' * (len(xs) != 1)}; xPos scales q and k "
+                "differently"
+            )
         if inverse:
             raise ValueError("inverse: expected False with scale_base, got True")
         if type(positions) is Packed:

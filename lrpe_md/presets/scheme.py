@@ -298,7 +298,7 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if not isinstance(self.frequencies, (Axial, Dense)):
-            raise TypeError(f"frequencies: expected an Axial or a Dense, got {type(self.frequencies).__name__}")
+            raise TypeError(f"frequencies: expected Axial or Dense, got {type(self.frequencies).__name__}")
         check_fields(self)
         for name in ("head_dim", "num_heads"):
             if getattr(self, name) < 1:

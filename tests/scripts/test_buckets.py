@@ -289,6 +289,16 @@ def test_streams_have_captions_classes_and_test_parts(tmp_path):
         open_pictures(tmp_path / "bare", Split(4), condition="captions")
 
 
+def test_test_shards_without_images(tmp_path):
+    import webdataset
+
+    shards = write_captioned_shards(tmp_path / "shards")
+    with webdataset.TarWriter(str(shards / "val-000.tar")) as writer:
+        writer.write({"__key__": "00000", "txt": "a red tile"})
+    with pytest.raises(typer.BadParameter, match=r"expected samples with images, got only these fields: caption$"):
+        open_pictures(shards, Split(4))
+
+
 def write_bare(path: Path) -> None:
     import io
 

@@ -175,7 +175,7 @@ def test_module_with_a_phase_on_the_keys(groups):
     expected = cosine(q, k, omega=module.omega, phase=(None, phase), positions=GRID)
     for a, b in zip(module(q, k, positions=GRID), expected, strict=True):
         assert torch.equal(a, b)
-    with pytest.raises(ValueError, match=r"xs: expected both q and k \(only the keys have a phase\), got 1"):
+    with pytest.raises(ValueError, match="expected both q and k, because only the keys have a phase, got 1 tensor"):
         module(k, positions=GRID)
 
 

@@ -283,7 +283,7 @@ def test_own_functions_need_names_of_their_own():
         ),
         (r"frequencies: Axial needs split, got base", lambda d: d["frequencies"].pop("split") and None),
         (r"data: expected a dict, as returned by to_dict, got list", lambda d: [1]),
-        (r"frequencies: expected an Axial or a Dense, got str", lambda d: d | {"frequencies": "axial"}),
+        (r"frequencies: expected Axial or Dense, got str", lambda d: d | {"frequencies": "axial"}),
     ],
 )
 def test_invalid_dicts(message, change):

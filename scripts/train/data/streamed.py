@@ -31,8 +31,10 @@ def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any,
     """
     train, test = open_source(path)
     sources = [train] if test is None else [train, test]
-    if not all("image" in source.fields for source in sources):
-        raise typer.BadParameter(f"--data {path}: expected samples with images, got {', '.join(sorted(train.fields))}")
+    for source in sources:
+        if "image" not in source.fields:
+            found = ", ".join(sorted(source.fields))
+            raise typer.BadParameter(f"--data {path}: expected samples with images, got only these fields: {found}")
     streams = [Stream(source, np.arange(len(source))) for source in sources]
     keys = [source.list_keys() for source in sources]
     names = [*keys[0], *(f"test/{key}" for key in keys[-1] if test is not None)]

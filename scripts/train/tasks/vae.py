@@ -53,7 +53,7 @@ class VaeTraining(GenerativeTraining):
     )
     layers: int = option(1, "Residual blocks at each scale.", least=1)
     latent_channels: int = option(4, "Channels of the latents.", least=1)
-    kl: float = option(1e-4, "Weight of the KL divergence, per value of the latents.", least=0)
+    kl: float = option(1e-4, "Weight of the KL divergence, averaged over all latent values.", least=0)
     frames: int = option(1, "Frames per clip, for videos; each frame counts as an image.", least=1)
     samples: int = option(12, "Number of held-out images to show.", free=True, least=1)
     test_samples: int = option(256, "Maximum number of held-out images to test on.", free=True, least=1)
