@@ -209,8 +209,8 @@ def rotate(
         tables: the last dimension is R/2, with one entry per pair, or R, with one entry per channel. With one entry per
             channel, a pair (a, b) becomes (a cos_a - b sin_a, a sin_b + b cos_b). Tables that repeat each pair's entry,
             as in many libraries, therefore work unchanged, if they repeat it in the layout of ``pairs``:
-            ``torch.cat([t, t], -1)`` for "half", and ``t.repeat_interleave(2, -1)`` for "interleaved". Tables on the
-            CPU are checked, and cause a warning if their layout differs.
+            ``torch.cat([t, t], -1)`` for "half", and ``t.repeat_interleave(2, -1)`` for "interleaved". On a CPU,
+            the first call with tables of the same sizes warns if their layout differs.
         pairs: "half" pairs channel p with p + R/2 (Llama), and "interleaved" pairs 2p with 2p + 1 (RoFormer). A
             sequence of integers gives the size of each block in pairs, and each block uses the half layout.
         rotary_dim: channels to rotate, the first R (an int) or a slice. The other channels become x̄. By default, all

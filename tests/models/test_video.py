@@ -457,7 +457,10 @@ def test_compiled_once_for_all_sizes(kwargs, references):
         ({"space_time": "divided"}, "space_time: expected"),
         ({"drop_unit": "frame"}, "drop_unit: expected"),
         ({"patch_drop_rate": 1.0}, "patch_drop_rate: expected"),
-        ({"num_frames": 8, "tubelet_size": 3}, r"num_frames, img_size: expected multiples of \(3, .* other sizes"),
+        (
+            {"num_frames": 8, "tubelet_size": 3},
+            r"num_frames, img_size: expected multiples of tubelet_size and patch_size, \(3, .* other sizes",
+        ),
         ({"encoding": "dinov3"}, "encoding: expected a preset with 3 axes, got 'dinov3' with 2"),
         ({"encoding": "flux2", "embed_dim": 64}, "encoding: expected a preset with 3 axes, got 'flux2' with 4"),
         ({"encoding": "rotate", "encoding_kwargs": {"remainder": 0}}, "remainder: expected None without split"),
@@ -640,7 +643,9 @@ def test_errors_of_causal_frames():
         model.forward_features(x, keep=torch.tensor([0, 1]))
     other = adapt(build(**made), "rotate", attention="softmax")
     other.window = 1
-    with pytest.raises(ValueError, match=r"window: expected None unless .* got 1 with 'frames', 'linear'"):
+    with pytest.raises(
+        ValueError, match=r"window: expected None unless .* got 1 with causal='frames', attention='linear'"
+    ):
         adapt(other, "rotate", attention="linear")(x)
     softmax = build(**{**made, "attention": "softmax", "drop_unit": "tube"})
     _, state = softmax.stream(x)

@@ -621,7 +621,7 @@ def test_registered_models_have_positions_by_default(name):
 
 def test_a_wrapped_model_is_adapted_inside():
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
-    with pytest.raises(TypeError, match=r"got a DataParallel; adapt the model inside \(model\.module\)"):
+    with pytest.raises(TypeError, match=r"got a DataParallel; adapt model\.module, or"):
         adapt(torch.nn.DataParallel(model), "rotate")
     with pytest.raises(TypeError, match=r"got an OptimizedModule; adapt model\._orig_mod, or adapt the model before"):
         adapt(torch.compile(model), "rotate")

@@ -106,7 +106,7 @@ def test_the_result_of_pack(make):
     expected = module(q, k, v, packed.positions, cu_seqlens=packed.cu_seqlens)
     assert not torch.allclose(expected, module(q, k, v, packed.positions))
     assert torch.equal(module(q, k, v, packed), expected)
-    with pytest.raises(ValueError, match=r"cu_seqlens: expected None if positions come from lrpe_md\.pack"):
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected None with positions from lrpe_md\.pack"):
         module(q, k, v, packed, cu_seqlens=packed.cu_seqlens)
     if isinstance(encoding, CosineMd):
         found = linear_attention(q, k, v, omega=encoding.get_omega(), positions=packed, is_causal=True)
@@ -260,7 +260,9 @@ def test_text_needs_no_positions(scale_base):
     rest = [x[:, :, 4:] for x in (q, k, v)]
     second = module(*rest, Grid((2,)).offset(4), is_causal=True, state=state)
     torch.testing.assert_close(torch.cat([first, second], 2), whole)
-    with pytest.raises(ValueError, match=r"positions: expected positions of the new tokens, .*, got None; .*offset"):
+    with pytest.raises(
+        ValueError, match=r"positions: expected the positions of the new tokens with a state, got None; .*offset"
+    ):
         module(*rest, is_causal=True, state=state)
 
 

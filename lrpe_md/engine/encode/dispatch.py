@@ -94,8 +94,7 @@ def _call_key(
     """Return the result of :func:`is_direct`, and a cache key of everything that :func:`validate` depends on.
 
     The key is None if the call must be validated every time. This is the case for calls that aren't direct, for
-    positions other than a Grid or tables, for tables on the CPU, because validation reads their values, and for
-    arguments from which validation creates tensors.
+    positions other than a Grid or tables, and for arguments from which validation creates tensors.
     """
     has_tables = type(positions) is CallerTables
     tensors = (*xs, *positions.cos_sin[:2]) if has_tables else (*xs, omega, phase)
@@ -110,7 +109,7 @@ def _call_key(
             return direct, None
     if has_tables:
         (cos, _, inverse), prefix = positions
-        sizes = None if cos is None or cos.device.type == "cpu" else make_key((prefix, inverse), tensors)
+        sizes = None if cos is None else make_key((prefix, inverse), tensors)
     else:
         can_cache = omega is not None and type(positions) is Grid and (amplitude is None or is_laid_out(amplitude))
         sizes = make_key(positions, (*tensors, amplitude)) if can_cache else None
