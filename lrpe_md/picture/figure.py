@@ -174,11 +174,11 @@ def draw_comparison(views: Sequence[View]) -> Figure:
             where.set_title("\n".join(lines).replace("\xa0", " "))
             for axis in slices:
                 _slices(axis, view, score, lowest)
-        _wavelengths(axes[:, -1].tolist(), views, height - 0.9, columns=2)
         if image is not None:
             # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
             _similarity_bar(figure, image, pictures, location="left", aspect=15 * len(pictures), panchor=False)
         figure.supxlabel(FOOT, fontsize=7, color="#444444", x=0.008, ha="left")
+        _wavelengths(axes[:, -1].tolist(), views, height - 0.9, columns=2)
         return figure
 
 
@@ -340,16 +340,24 @@ def _slices(axis: Any, view: View, score: Tensor, lowest: float) -> None:
 def _wavelengths(axes: Sequence[Any], views: Sequence[View], height: float, columns: int = 1) -> None:
     """Plot the wavelengths of each view on one scale, with the legend above the data.
 
-    ``height`` is the height of the axes in inches, and ``columns`` is the number of legend columns.
+    ``height`` is the height of the axes in inches, and ``columns`` is the number of legend columns. It is 1 if a legend
+    would be wider than its axes.
     """
     legends = [_plot_wavelengths(axis, view) for axis, view in zip(axes, views, strict=True)]
     low = min(math.log10(axis.get_ylim()[0]) for axis in axes)
     high = max(math.log10(axis.get_ylim()[1]) for axis in axes)
+    options: Any = {**LEGEND, "loc": "upper left", "handletextpad": 0.4, "handlelength": 2.1, "columnspacing": 0.8}
+    if columns > 1:
+        boxes = [axis.legend(handles=h, ncols=columns, **options) for axis, h in zip(axes, legends, strict=True)]
+        for box in boxes:
+            box.set_in_layout(False)
+        axes[0].figure.canvas.figure.draw_without_rendering()  # applies the layout
+        if any(box.get_tightbbox().width > axis.bbox.width for box, axis in zip(boxes, axes, strict=True)):
+            columns = 1
     rows = -(-max(map(len, legends)) // columns)
-    options: Any = {**LEGEND, "loc": "upper left", "ncols": columns, "handletextpad": 0.4, "handlelength": 2.6}
     for axis, handles in zip(axes, legends, strict=True):
         axis.set_ylim(10**low, 10 ** (low + (high - low) / (1 - (0.08 + 0.16 * rows) / height)))
-        axis.legend(handles=handles, **options)
+        axis.legend(handles=handles, ncols=columns, **options)
 
 
 def _plot_wavelengths(axis: Any, view: View) -> list[Any]:
@@ -389,6 +397,7 @@ def _plot_wavelengths(axis: Any, view: View) -> list[Any]:
             none.tolist(), [1.03] * len(none), "x", color=OKABE_ITO["grey"], ms=3.5, mew=0.8, clip_on=False,
             transform=axis.get_xaxis_transform(), label="not rotated",
         )  # fmt: skip
+    axis.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     axis.set_yscale("log")
     axis.set(xlabel=_what(view), ylabel="wavelength λ, tokens", title="wavelengths and the grid")
     axis.title.set_y(1.04 if len(none) else 1.0)

@@ -130,7 +130,7 @@ def _check_text(made: Preset, text: int) -> None:
     if text and made.scheme.tokens is None:
         raise ValueError(
             f"text: {made.name} has no rule for text tokens, got {text}; draw {made.name} without text=, or pass a "
-            "Scheme with tokens="
+            'Scheme with tokens=Tokens(0, "skip") for unrotated tokens'
         )
 
 

@@ -67,7 +67,11 @@ def _name_option(option: str) -> Iterator[None]:
         argument, colon, text = str(error).partition(": ")
         if not colon or argument not in (*OPTIONS, *IMPLIED):
             text = str(error)
-        text = re.sub(r"(\S+)( has no rule for .*); for unrotated tokens, .*", r"\1\2; plot \1 without --text", text)
+        text = re.sub(
+            r"(\S+)( has no rule for .*); for unrotated tokens, .*",
+            r'\1\2; plot \1 without --text, or use a Scheme with tokens=Tokens(0, "skip") for unrotated tokens',
+            text,
+        )
         text = re.sub(r",? or None\b", ", or -" if "--reference" in option else "", text)
         raise typer.BadParameter(f"{OPTIONS.get(argument, option)}: {in_shell_terms(text, 'x')}") from error
 

@@ -270,7 +270,7 @@ def test_text_before_a_grid_is_not_rotated_by_a_module():
         image = figure.subfigs[0].axes[0].images[0].get_array()
         assert image[0, 0] == 0
         assert image.mask[0, 1:].all()
-    with pytest.raises(ValueError, match=r"text: wan .*, got 1; draw wan without text=, or pass a Scheme with"):
+    with pytest.raises(ValueError, match=r'draw wan without text=, or pass a Scheme with tokens=Tokens\(0, "skip"\)'):
         lrpe_md.show("wan", text=1)
 
 
@@ -322,6 +322,23 @@ def test_an_axis_that_the_grid_does_not_follow_is_explained():
     axes = {a.get_title(): a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes}
     marks = [text.get_text() for text in axes["wavelengths and the grid"].get_legend().get_texts()]
     assert "T, in positions (not on this grid)" in marks
+
+
+@pytest.mark.parametrize("names", [["dinov3", "flux1"], ["dinov3", "eva02"], ["rope_vit_mixed", "wan"]])
+def test_legends_of_a_comparison_are_inside_their_axes(names: list[str]):
+    figure = lrpe_md.show(names)
+    figure.draw_without_rendering()
+    for axis in figure.axes:
+        if axis.get_title() == "wavelengths and the grid":
+            assert axis.get_legend().get_tightbbox().x1 <= axis.bbox.x1
+
+
+def test_ticks_of_channels_are_whole_numbers():
+    figure = lrpe_md.show(lrpe_md.RotateMd(6, 2), (4, 6))
+    figure.draw_without_rendering()
+    axes = [a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes]
+    [waves] = [a for a in axes if a.get_title() == "wavelengths and the grid"]
+    assert all(float(tick).is_integer() for tick in waves.get_xticks())
 
 
 def test_sizes_are_those_of_the_grid():
@@ -861,7 +878,8 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
     (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: must be left out"),
     (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: expected a positive size, or -, for each"),
-    (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4; plot pixtral without"),
+    (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4; plot pixtral without "
+     '--text, or use a Scheme with tokens=Tokens(0, "skip") for unrotated tokens'),
     (["-p", "eva02", "--token", "18x0"], "--token: expected coordinates on the grid 18x28, starting at 0, got 18x0"),
     (["-p", "eva02", "--token", "1x1x1"], "--token: expected coordinates on the grid 18x28, starting at 0, got 1x1x1"),
     (["-p", "wan", "--base", "0"], "--base: expected a positive number, got 0.0"),
