@@ -500,7 +500,7 @@ def test_an_encoder_that_does_not_say_what_empty_is():
     model = dit(text=False, encoding="rotate", text_encoder=Foreign())
     x, t, _ = inputs()
     labels = torch.tensor([[1], [2]])
-    missing = r"text_encoder: Foreign has no method empty\(batch\).*; add one"
+    missing = r"text_encoder: Foreign has no method empty\(batch\).*; add this method"
     for call in (
         lambda: model(x, t), lambda: guided(model, labels, 2.0), lambda: model(x, t, labels, drop=t > 2),
     ):  # fmt: skip
