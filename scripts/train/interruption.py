@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -39,14 +39,22 @@ def stop_on_sigterm() -> Iterator[None]:
     def receive(number: int, frame: FrameType | None) -> None:
         raise Interrupted("Interrupted", number)
 
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+    with _handle_signals(receive, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _handle_signals(receive: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals with a function. Only the main thread may do this; other threads change nothing."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, receive)
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Interruption:
@@ -62,15 +70,8 @@ class Interruption:
         self.number = 0
         if PartialState().num_processes > 1:  # exchange signals through the hosts, so that no device waits
             self.group = torch.distributed.new_group(backend="gloo")
-        if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        with _handle_signals(self._receive, signal.SIGINT, signal.SIGTERM):
             yield self
-            return
-        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:
