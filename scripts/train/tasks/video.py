@@ -270,7 +270,7 @@ def explain_no_streaming(config: VideoTraining, model: LrpeVideoTransformer) -> 
     """Return a message with the reason if ``model.stream`` rejects a model trained with --causal, otherwise ""."""
     if not config.causal:
         return ""
-    frames = torch.zeros(1, model.patch_embed.in_chans, config.tubelet, config.size, config.size)
+    frames = torch.zeros(1, model.patch_embed.in_chans, config.tubelet, config.patch, config.patch)  # a single token
     try:
         with torch.no_grad():
             model.stream(frames)
