@@ -472,7 +472,7 @@ class Preset:
                         raise ValueError(
                             f"reference: expected None with {self.name}, whose positions are a table, got {reference}"
                         )
-                    grid = grid.interpolate(self.find_reference(reference, tuple(segment), **options))
+                    grid = grid.interpolate(self._fit_reference(reference, grid, tuple(segment), options))
                 if scheme.apart is not None and number:
                     grid = grid.offset([number * by for by in scheme.apart])
                 parts.append(After(grid, scheme.after, scheme.advance, scheme.whole) if scheme.after else grid)
@@ -496,6 +496,10 @@ class Preset:
         The reference may be for the axes of ``shape``, such as (H, W). Axes that the scheme adds get None, and so do
         axes on which the distance between tokens already depends on the size.
         """
+        return self._fit_reference(reference, self._place(shape, options), shape, options)
+
+    def _fit_reference(self, reference: Any, grid: Any, shape: tuple[int, ...], options: Mapping[str, Any]) -> Any:
+        """Do the work of :meth:`find_reference` for the grid of this shape."""
         if isinstance(reference, (tuple, list)) and len(reference) == len(shape) != self.num_axes:
             probe = tuple(range(2, 2 + len(shape)))  # distinct sizes, none of them 1
             placed: Any = self._place(probe, options)
@@ -503,16 +507,14 @@ class Preset:
         sizes = (reference,) * self.num_axes if isinstance(reference, int) else reference
         if not isinstance(sizes, (tuple, list)) or len(sizes) != self.num_axes:
             return reference  # not valid for a grid of this scheme, which raises the error
+        scale = _read_scale(grid)
+        if scale is None:
+            return tuple(sizes)
         try:
-            scales = [self._find_scales(tuple(factor * n for n in shape), options) for factor in (1, 2)]
+            doubled = _read_scale(self._place(tuple(2 * n for n in shape), options)) or (1.0,) * self.num_axes
         except ValueError:  # a grid function may limit the size
             return tuple(sizes)
-        return tuple(n if scale == doubled else None for n, scale, doubled in zip(sizes, *scales, strict=True))
-
-    def _find_scales(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[float, ...]:
-        """Return the distances between tokens of a grid, or ones if they don't depend on its size."""
-        scale = getattr(self._place(shape, options), "scale", None)
-        return (1.0,) * self.num_axes if scale is None or isinstance(scale, Tensor) else scale
+        return tuple(n if a == b else None for n, a, b in zip(sizes, scale, doubled, strict=True))
 
     def _suggest_grid(self, segments: Sequence[Any], options: Mapping[str, Any]) -> str:
         """Return advice to pass a Grid, or "" if the scheme would not place the same tokens at a grid's indices."""
@@ -611,6 +613,12 @@ def make_preset(
 
 def _heads_matter(frequencies: Axial | Dense) -> bool:
     return isinstance(frequencies, Axial) and (frequencies.by_head or frequencies.across_heads)
+
+
+def _read_scale(grid: Any) -> tuple[float, ...] | None:
+    """Return the distances between a grid's tokens, or None if the grid has none, or they are a tensor."""
+    scale = getattr(grid, "scale", None)
+    return None if isinstance(scale, Tensor) else scale
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
