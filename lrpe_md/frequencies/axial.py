@@ -259,7 +259,7 @@ def axial_omega(
     elif sections is None:
         widths = list(split_channels(num_channels, (1,) * num_axes, remainder=0))
     else:
-        sections = _read_counts("sections: expected a width for each of the {} axes", sections, num_axes)
+        sections = _read_counts(f"sections: expected a width for each of the {num_axes} axes", sections, num_axes)
         widths = [sections[axis] for axis in order]
     if isinstance(axis_map, str):
         members, channels = _MAPS[axis_map].place(widths, num_channels)
@@ -302,7 +302,7 @@ def _axis_per_head(
     num_axes = len(thetas)
     if sections is None:
         sections = split_channels(num_axes if num_heads is None else num_heads, (1,) * num_axes, remainder=0)
-    sections = _read_counts("sections: expected a number of heads for each of the {} axes", sections, num_axes)
+    sections = _read_counts(f"sections: expected a number of heads for each of the {num_axes} axes", sections, num_axes)
     num_heads = sum(sections) if num_heads is None else num_heads
     if sum(sections) > num_heads:
         raise ValueError(f"sections: expected at most {num_heads} heads in total, got {tuple(sections)}")
@@ -322,7 +322,7 @@ def _axis_per_head(
 def _gaps(gaps: Sequence[int] | None, blocks: int) -> list[int]:
     if gaps is None:
         return [0] * (blocks + 1)
-    expected = f"gaps: expected {{}} channel counts (before, between and after {blocks} blocks)"
+    expected = f"gaps: expected {blocks + 1} channel counts (before, between and after {blocks} blocks)"
     return _read_counts(expected, gaps, blocks + 1)
 
 
@@ -330,7 +330,7 @@ def _read_counts(expected: str, counts: Any, number: int) -> list[int]:
     """Return ``number`` non-negative integers, or raise an error that begins with ``expected``."""
     read = [as_integer(count) for count in counts] if isinstance(counts, Iterable) else []
     if len(read) != number or any(count is None or count < 0 for count in read):
-        raise ValueError(f"{expected.format(number)}, got {show_value(counts)}")
+        raise ValueError(f"{expected}, got {show_value(counts)}")
     return read
 
 
