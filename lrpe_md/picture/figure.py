@@ -295,7 +295,7 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     picture = data.arrange_frames(layout, values, view.frames)
     image = axis.imshow(picture.image.numpy(), interpolation="nearest", **scale)
     height, width = picture.size
-    # Labels of ticks need some space, in inches.
+    # Tick labels need some space, in inches.
     rows, columns = picture.image.shape
     cell = min(axis.bbox.width / columns, axis.bbox.height / rows) / axis.figure.dpi
     label, centre = 0.15, (picture.top - data.GAP - 1) / 2
