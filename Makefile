@@ -2,9 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
+OLDEST := .venv-oldest/bin/python
 GALLERY := scripts/results/gallery
 
-.PHONY: help install demo ablate gallery results docs serve lint types unit slow test test-all dist clean
+.PHONY: help install demo ablate gallery results docs serve lint types unit slow oldest test test-all dist clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +53,11 @@ unit: $(READY)  ## run the tests that are not marked slow (ARGS="-k cosine")
 
 slow: $(READY)  ## run the tests marked slow: compilers for GPUs, several processes, complete training runs
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(ARGS)
+
+oldest:  ## run the tests of the library with the oldest supported torch, in .venv-oldest
+	test -x $(OLDEST) || $(PYTHON) -m venv .venv-oldest
+	$(OLDEST) -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' -e '.[test]'
+	$(OLDEST) -m pytest -n auto --dist worksteal -m "not slow and not gpu" tests/boundary tests/kernels tests/unit $(ARGS)
 
 test: lint  ## run lint, type checks and the tests that are not slow
 	@# Run both at once, because pyright only uses one core.

@@ -332,6 +332,11 @@ def test_scripts_include_the_extras_that_the_readme_lists():
     assert _extras(["timm", "diffusers", "transformers", "plots"]) <= _extras(["scripts"])
 
 
+def test_make_oldest_installs_the_oldest_supported_torch():
+    oldest = re.search(r"torch>=([\d.]+)", (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+    assert f"'torch=={oldest}.*'" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_documented_install_covers_all_imports():
     """It covers every required import of the backbones, commands and adapters."""

@@ -99,7 +99,7 @@ def _call_key(
     has_tables = type(positions) is CallerTables
     tensors = (*xs, *positions.cos_sin[:2]) if has_tables else (*xs, omega, phase)
     if weights is not NO_WEIGHTS:
-        tensors += weights
+        tensors = (*tensors, *weights)
     direct = is_direct(tensors)
     if not direct or not 1 <= len(xs) <= 2 or xs[0] is None or xs[-1] is None:
         return direct, None

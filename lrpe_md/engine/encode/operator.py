@@ -57,7 +57,7 @@ class Encode(Operator):
         if call.cos_sin.cos is None and call.weights is NO_WEIGHTS:
             return learned  # autograd takes time for each argument, even None
         learned += call.cos_sin[:2]
-        return learned if call.weights is NO_WEIGHTS else learned + call.weights
+        return learned if call.weights is NO_WEIGHTS else (*learned, *call.weights)
 
     def list_constants(self, call: Call) -> tuple[Tensor | None, ...]:
         return call.tables[2:]
