@@ -121,7 +121,8 @@ def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any],
     changes = describe_changes(settings, other, results, base)
     what = f"Different settings: {', '.join(changes) or 'none'}. Results are paired by seed"
     text = f"**Difference from the runs in {against}.** {what}{explain_intervals(found)}"
-    text += f" About the runs in {against}: {note}" if (note := read_config(against).get("note")) else ""
+    for where in (folder, against):
+        text += f" About the runs in {where}: {note}" if (note := read_config(where).get("note")) else ""
     return "\n".join([text, "", *table([*keys, *columns], rows, len(keys))])
 
 

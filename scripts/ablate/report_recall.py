@@ -86,7 +86,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         f"In each frame, {training['writes']} tokens each write one of {training['values']} values under one of "
         f"{training['keys']} keys. For each kind of lookup, up to {training['questions']} tokens ask for a value: the "
         f"latest value of a key, or the value at one of these offsets (frames back, rows down, columns right): "
-        f"{offsets}.",
+        f"{offsets}.{describe_lines(results)}",
         "",
     ]
     for kind in KINDS:
@@ -120,6 +120,17 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
     for attention, encoding in means.index:
         best.setdefault(attention, encoding)
     return list(best.items())[:LINES]
+
+
+def describe_lines(results: pd.DataFrame) -> str:
+    """Say which variants the plot shows, if it doesn't show all of them."""
+    if len(results.drop_duplicates(KEYS)) <= LINES:
+        return ""
+    fewer = f" It only shows the best {LINES} memories." if results.attention.nunique() > LINES else ""
+    return (
+        " For each kind of lookup and each memory, the plot only shows the positions with the highest mean accuracy on "
+        f"the longest clips.{fewer}"
+    )
 
 
 def spread(values: Sequence[float], gap: float, most: float) -> list[float]:

@@ -287,6 +287,23 @@ def test_recommendation_matches_results():
         assert all(b > a for a, b in zip(rows[0][name][1:], rows[1][name][1:], strict=True)), name
 
 
+def test_comparison_of_bases_matches_results():
+    """The guide counts the sizes at which rotations with base 10,000 and 100 differ, with mapped positions."""
+    found = []
+    for task in ("image", "digits", "diffusion"):
+        text = (PAGES / f"ablate-{task}-bases.md").read_text(encoding="utf-8").split("**Difference from ")[1]
+        rows = text.split("Rescaled positions")[1].splitlines()
+        found += [
+            cell
+            for row in rows
+            if re.match(r"\| rotate:base=10000 \| \w+ \| \W*\d\S* ±", row)
+            for cell in cells(row)[3:]
+        ]
+    advice = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    clear = sum("**" in cell for cell in found)
+    assert f"with mapped positions, {len(found) - clear} of {len(found)} comparisons between rotations" in advice
+
+
 FINDINGS = {  # rows of the table of findings: comparison, and decimals
     "images, learning rate 1e-3": ("image", 1),
     "images, learning rate 2e-3": ("image-2e-3", 1),

@@ -284,6 +284,11 @@ def test_a_report_against_another_folder(tmp_path, task):
     number = {"image": "2.0 ± 2.5", "lm": "2.000 ± 2.484", "recall": "2.0 ± 2.5"}[task]
     assert f"| +{number} |" in text
     assert f"About the runs in {there}: {config['note']}" in text if "note" in config else "About" not in text
+    swapped = invoke("report", "--folder", str(there), "--against", str(here))
+    assert swapped.exit_code == 0, swapped.output
+    assert text.count("About the runs in ") == (2 if "note" in config else 0)
+    for folder in (here, there):
+        assert (f"About the runs in {folder}: {config.get('note')}" in swapped.output) == ("note" in config)
     del config["settings"]["training"]["clip"]  # an option that these runs didn't have
     (there / "config.json").write_text(json.dumps(config))
     assert "`clip`" not in invoke("report", "--folder", str(here), "--against", str(there)).output

@@ -174,6 +174,11 @@ def test_lines_of_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(best) == report_recall.LINES < len(names)
     assert best[0] == ("add", "rotate")  # 31 against 23
     assert ("add", "none") not in best
+    assert report_recall.describe_lines(RESULTS) == ""
+    assert report_recall.describe_lines(many).endswith(" on the longest clips. It only shows the best 6 memories.")
+    few = many[many.attention.isin(names[:5]) | (many.encoding == "rotate")]
+    assert report_recall.describe_lines(few).endswith(" on the longest clips.")
+    assert report_recall.describe_lines(many) in report_recall.markdown(many, CONFIG, "rotate")
     figures: list[Any] = []
     monkeypatch.setattr(report_recall, "save", lambda figure, path: figures.append(figure))
     for results in (RESULTS, many, RESULTS[RESULTS.seed == 0]):
