@@ -32,10 +32,14 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
 
 
 def describe_positions(value: Any) -> str:
-    """Describe invalid positions for an error message, with advice if the value looks like a grid shape."""
+    """Describe invalid positions for an error message, with advice if it looks like coordinates or a grid shape."""
     if isinstance(value, Tensor):
         return "a Tensor; pass Coordinates(tensor)"
+    if hasattr(value, "__array__"):
+        return f"{type(value).__name__}; pass Coordinates(torch.as_tensor(..))"
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if isinstance(value, list) and value and all(isinstance(each, (list, tuple)) for each in value):
+        return "list; for coordinates (N, K), pass Coordinates(torch.tensor(..))"
     if not sizes or any(type(size) is not int for size in sizes):
         return type(value).__name__
     return f"{value}; for a grid of this size, pass Grid({sizes}), or the result of positions({sizes}) of a preset"

@@ -140,16 +140,25 @@ def reword_warnings() -> Iterator[None]:
         warnings.showwarning = shown
 
 
+def print_text(text: str) -> None:
+    """Print ``text``. Exit silently if the reader, such as ``head``, has closed the pipe."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit.
+        raise SystemExit(1) from None
+
+
 def run_info(arguments: Sequence[str]) -> None:
     """Run ``lrpe-md info``."""
     if arguments and arguments[0] not in ("-h", "--help"):
         raise SystemExit(f"lrpe-md info: takes no arguments, got {' '.join(arguments)}")
     if arguments:
-        print(f"Usage: lrpe-md info\n\n{MACHINE['info']}\n{REPORT_BUGS}\n\nExample: lrpe-md info")
+        print_text(f"Usage: lrpe-md info\n\n{MACHINE['info']}\n{REPORT_BUGS}\n\nExample: lrpe-md info")
         return
     from .info import describe
 
-    print(describe())
+    print_text(describe())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -164,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif name == "--version":
         print(f"lrpe-md {__version__}")
     elif name in ("-h", "--help"):
-        print(describe_usage())
+        print_text(describe_usage())
     else:
         # Don't use lrpe_md.checks.suggest, which would import torch.
         close = [f"train {name}"] if name in TRAIN else get_close_matches(name, EVERYTHING, n=1)

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,16 @@ from ..checks import (
 )
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import explain_missing, find_positional
-from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy_layout
+from ..engine.encode.validate import (
+    Act,
+    Impl,
+    Order,
+    Pairs,
+    Positions,
+    check_act,
+    explain_unknown_keyword,
+    remedy_layout,
+)
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
 from ..engine.linear.call import Description
@@ -457,6 +466,7 @@ class FrequencyModule(nn.Module):
         out: Any = None,
         out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Encode x, or q and k, of shape (B, H, N, D). The cosine map returns (B, H, N, 2D).
 
@@ -478,6 +488,8 @@ class FrequencyModule(nn.Module):
         Raises:
             ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
+        if unknown:
+            raise TypeError(explain_unknown_keyword(type(self).__name__, next(iter(unknown))))
         if attend is not None:
             return self._attend(attend, xs, positions, norm, out)
         if positions is None:

@@ -622,10 +622,12 @@ def _read_scale(grid: Any) -> tuple[float, ...] | None:
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
-    """Call ``make``, and report its errors as errors about head_dim, the only possible cause."""
+    """Call ``make``, and report its errors as errors about head_dim, unless a function of the scheme caused them."""
     try:
         return make()
     except ValueError as error:
+        if str(error).startswith(("series: expected a function", "omega: expected a function")):
+            raise
         raise ValueError(f"head_dim: {name} doesn't support {head_dim}: {error}") from error
 
 

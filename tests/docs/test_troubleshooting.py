@@ -64,7 +64,7 @@ CASES = {  # beginning of a symptom: how to reproduce it
     "positions: expected the module's num_axes": lambda: encode(Grid((1, 14, 14), prefix=1)),
     "positions: expected a Grid": lambda: encode(None),
     "positions: expected coords": lambda: encode(torch.empty(197, 2, device="meta")),
-    "forward() got": lambda: RotateMd(64, 2)(inputs()[0], positions=GRID, cu_seqlens=torch.tensor([0, 197])),
+    "cu_seqlens: RotateMd": lambda: RotateMd(64, 2)(inputs()[0], positions=GRID, cu_seqlens=torch.tensor([0, 197])),
     "AssertionError: Input height": lambda: adapt(timm_vit(), "rotate")(torch.randn(1, 3, 256, 256)),
     "omega: expected frequencies": lambda: call(omega=None),
     "omega: expected shape": lambda: call(omega=torch.randn(1, 64, 2)),

@@ -339,6 +339,17 @@ def test_info_takes_no_arguments(monkeypatch, capsys):
         cli.main()
 
 
+@pytest.mark.parametrize("option", ["info", "--help"])
+def test_a_closed_pipe_ends_without_a_traceback(option):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", f"from lrpe_md.scripts.cli import main; main([{option!r}])"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_warnings_name_options(capsys):
     from lrpe_md.models.dit import DiT
 

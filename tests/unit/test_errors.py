@@ -294,7 +294,24 @@ BAD = {
         TypeError, PAIR, lambda: scale_xpos(x, x, positions=[Grid((12,))] * 2, scale_base=512),
     ),
     "a list of coordinates": (
-        TypeError, r"got list$", lambda: rotate(x, x, omega=pairs, positions=[[0, 0], [0, 1]]),
+        TypeError, r"got list; for coordinates \(N, K\), pass Coordinates\(torch\.tensor\(\.\.\)\)$",
+        lambda: rotate(x, x, omega=pairs, positions=[[0, 0], [0, 1]]),
+    ),
+    "an array of coordinates": (
+        TypeError, r"positions: .*, got ndarray; pass Coordinates\(torch\.as_tensor\(\.\.\)\)$",
+        lambda: rotate(x, x, omega=pairs, positions=torch.rand(12, 2).numpy()),
+    ),
+    "cu_seqlens for a module": (
+        TypeError, r"^cu_seqlens: RotateMd doesn't accept .* it; for packed tokens, pass the whole result of .*pack as",
+        lambda: RotateMd(8, 2)(x, x, positions=grid, cu_seqlens=torch.tensor([0, 12])),
+    ),
+    "an offset for a module": (
+        TypeError, r"^offset: CosineMd doesn't accept .* it; to start a grid elsewhere, pass positions=Grid\(shape",
+        lambda: CosineMd(8, 2)(x, x, positions=grid, offset=3),
+    ),
+    "a misspelt argument of a module": (
+        TypeError, r"^position: PresetMd doesn't accept this argument when you call it \(did you mean 'positions'\?\)$",
+        lambda: PresetMd("eva02", head_dim=8)(x, x, position=grid),
     ),
     "positions of a module on one axis": (
         ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; build the module with num_axes=1$",
@@ -405,7 +422,7 @@ BAD = {
         lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.ones(num).bfloat16())),
     ),
     "a longer series of a scheme": (
-        ValueError, r"series: expected a function that returns a tensor of shape \(2,\) or \(1, 2\), got \(3,\)$",
+        ValueError, r"^series: expected a function that returns a tensor of shape \(2,\) or \(1, 2\), got \(3,\)$",
         lambda: scheme_of(lrpe_md.Axial((1, 1), series=lambda num, base, heads: torch.ones(num + 1))),
     ),
     "a scheme's omega in 16 bits": (
@@ -413,7 +430,7 @@ BAD = {
         lambda: scheme_of(lrpe_md.Dense(2, lambda channels, heads, base, generator: pairs.half(), 10.0)),
     ),
     "a scheme's omega without heads": (
-        ValueError, r"omega: expected a function that returns a tensor of shape \(1, 4, 2\), got \(4, 2\)$",
+        ValueError, r"^omega: expected a function that returns a tensor of shape \(1, 4, 2\), got \(4, 2\)$",
         lambda: scheme_of(lrpe_md.Dense(2, lambda channels, heads, base, generator: pairs[0], 10.0)),
     ),
     "a tensor instead of a series": (
