@@ -21,6 +21,9 @@ from ..positions.grid import Grid
 from ..presets.registry import find_scheme, preset
 from ..presets.scheme import Axial, Dense, Preset, Scheme
 
+# Panels of a figure, in drawing order. "variants" is the similarity for the other map and axis order.
+PANELS = ("angles", "similarity", "variants", "slices", "wavelengths")
+MIN_WIDTH, MAX_WIDTH = 3.0, 100.0  # of a figure, in inches
 MAPS = ("rotate", "cosine")
 NO_ORDER = "no order"  # for schemes with a single axis, one direction per channel, or a fixed layout
 AXES = {1: ("N",), 2: ("H", "W"), 3: ("T", "H", "W"), 4: ("T", "H", "W", "L")}

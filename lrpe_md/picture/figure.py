@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import textwrap
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
 from torch import Tensor
 
 from ..presets.registry import SCHEMES
@@ -142,117 +144,261 @@ def lowest_similarity(views: Sequence[View], variants: int | None = None) -> flo
 # --- panels ----------------------------------------------------------------------------------------------------------
 
 
-def draw(view: View) -> Figure:
-    """Draw the figure, which the caller must close."""
-    lowest = lowest_similarity([view])
-    with rc_context(SMALL):
-        return (_draw_sequence if len(view.layout.shape) == 1 else _draw_grid)(view, lowest)
+def choose_panels(views: Sequence[View], names: Sequence[str], is_comparison: bool = False) -> list[str]:
+    """Return the panels to draw, in the order of :data:`lrpe_md.picture.data.PANELS`. The default is all panels.
 
+    Sequences have no slices, which would repeat the similarity.
 
-def draw_comparison(views: Sequence[View]) -> Figure:
-    """Draw a row for each view, with similarity, slices and wavelengths. The caller must close the figure.
-
-    All rows share the scales of the similarity and the wavelengths. Sequences have no slices, which would repeat the
-    similarity.
+    Raises:
+        ValueError: if the figure has no panel of this name.
     """
-    lowest, height = lowest_similarity(views, 1), 2.5
-    columns = 2 if all(len(view.layout.shape) == 1 for view in views) else 3
-    with rc_context(SMALL):
-        figure = Figure(figsize=(WIDTH, height * len(views) + 0.5), layout="constrained")
-        axes = figure.subplots(len(views), columns, squeeze=False, width_ratios=(1.3, 1, 1)[:columns])
-        image, pictures = None, []
-        for view, (where, *slices, _) in zip(views, axes, strict=True):
-            names, score = view.scores[0]
-            if len(view.layout.shape) == 1:
-                _similarity_lines(where, view, lowest, variants=1)
-            else:
-                image = _picture(where, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
-                pictures.append(where)
-            # A longer line would reach the bar. Lines break between parts only.
-            parts = [part.replace(" ", "\xa0") for part in (_variant_name(view, names), *_conditions(view))]
-            lines = [*map(_bold, textwrap.wrap(view.subject.preset.name, 40)), *textwrap.wrap(", ".join(parts), 56)]
-            where.set_title("\n".join(lines).replace("\xa0", " "))
-            for axis in slices:
-                _slices(axis, view, score, lowest)
-        if image is not None:
-            # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
-            _similarity_bar(figure, image, pictures, location="left", aspect=15 * len(pictures), panchor=False)
-        figure.supxlabel(FOOT, fontsize=7, color="#444444", x=0.008, ha="left")
-        _wavelengths(axes[:, -1].tolist(), views, height - 0.9, columns=2)
+    missing = {"angles", "variants"} if is_comparison else set()
+    missing |= {"variants"} if len(views[0].scores) == 1 else set()
+    missing |= {"slices"} if all(len(view.layout.shape) == 1 for view in views) else set()
+    known = [name for name in data.PANELS if name not in missing]
+    for name in names:
+        if name not in known:
+            what = "a comparison" if is_comparison else views[0].subject.preset.name
+            raise ValueError(f"panels: expected one or more of {', '.join(known)} for {what}, got {name!r}")
+    return [name for name in known if not names or name in names]
+
+
+def draw(view: View, names: Sequence[str] = (), width: float | None = None) -> Figure:
+    """Draw the panels with these names (default: all) in a figure ``width`` inches wide. The caller must close it.
+
+    The height follows from the panels. A figure of all panels also has a header and a footnote.
+    """
+    panels = choose_panels([view], names)
+    width = WIDTH if width is None else width
+    with rc_context(_style(width)):
+        make = _draw_sequence if len(view.layout.shape) == 1 else _draw_grid
+        figure = make(view, panels, width, 0.05 if names else 0.75)
+        if not names:
+            _head_and_foot(figure, view)
         return figure
 
 
-def _draw_grid(view: View, lowest: float) -> Figure:
+def draw_comparison(views: Sequence[View], names: Sequence[str] = (), width: float | None = None) -> Figure:
+    """Draw the panels with these names (default: all) for each view. The caller must close the figure.
+
+    Each view has a row of its own, or several rows if the figure is narrow. If there is one panel per view, views are
+    also side by side. All views share the scales of the similarity and the wavelengths.
+    """
+    panels, width = choose_panels(views, names, is_comparison=True), WIDTH if width is None else width
+    pictures = [i for i, view in enumerate(views) if len(view.layout.shape) > 1] if "similarity" in panels else []
+    number, columns, shares = len(panels), _count_columns(width), [1.3 if p == "similarity" else 1.0 for p in panels]
+    if number == 1:
+        span = 2 if pictures and any(len(views[i].frames) > 1 for i in pictures) else 1
+        columns = _balance(len(views), max(1, columns // span))
+        cells = _arrange([*range(len(views)), *["."] * (-len(views) % columns)], columns)
+    else:
+        columns = min(columns, number)
+        cells = [row for i in range(len(views)) for row in _arrange(range(i * number, (i + 1) * number), columns)]
+    if number == 1 or columns < number:
+        shares = [1.0] * columns
+    inner = width - 0.7 if pictures else width  # beside the bar of the similarity
+    widths = [inner * share / sum(shares) for share in shares]
+    first = inner if len(cells) > len(views) and number % columns else widths[0]  # the first panel may span columns
+    heights = [
+        min(_picture_height(views[row[0] // number], first - 0.5), 1.9) + 1.05
+        if {*row} <= {i * number for i in pictures} | {"."} else 2.5
+        for row in cells
+    ]  # fmt: skip
+    plot = (widths[-1] - 0.75, 2.5 - 0.9)
+    with rc_context(_style(width)):
+        figure = Figure(figsize=(width, sum(heights) + (0.1 if names else 0.5)), layout="constrained")
+        axes: Any = figure.subplot_mosaic(cells, height_ratios=heights, width_ratios=shares)
+        named = [{panel: axes[i * number + j] for j, panel in enumerate(panels)} for i in range(len(views))]
+        lowest = lowest_similarity(views, 1)
+        if "wavelengths" in panels:
+            _wavelengths([own["wavelengths"] for own in named], views, plot, columns=2)
+        for own, view in zip(named, views, strict=True):
+            _draw_compared(own, view, lowest, first, plot)
+        if pictures:
+            maps = [named[i]["similarity"] for i in pictures]
+            rows = len({axis.get_subplotspec().rowspan.start for axis in maps})
+            # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
+            _similarity_bar(figure, maps[0].images[0], maps, location="left", aspect=15 * rows, panchor=False)
+        if not names:
+            _foot(figure)
+        return figure
+
+
+def _draw_compared(axes: Mapping[str, Any], view: View, lowest: float, width: float, plot: tuple[float, float]) -> None:
+    """Draw a view of a comparison, whose wavelengths are already there, and write its name above the first panel.
+
+    ``width`` is the width of the title, and ``plot`` the size of a plot, both in inches.
+    """
+    names, score = view.scores[0]
+    if "slices" in axes:
+        _slices(axes["slices"], view, score, lowest, plot)
+    # Longer lines would reach the bar. Lines break between parts, unless a part is longer than a line.
+    parts, most = [_variant_name(view, names), *_conditions(view)], int(18 * width - 17)
+    parts = [part.replace(" ", "\xa0") if len(part) < most else part for part in parts]
+    lines = [*map(_bold, textwrap.wrap(view.subject.preset.name, int(0.72 * most)))]
+    above, where = next(iter(axes.items()))
+    if above != "similarity":
+        lines.append(where.get_title())
+    elif len(view.layout.shape) == 1:
+        _similarity_lines(where, view, lowest, view.scores[:1])
+    else:
+        _picture(where, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
+    if above == "similarity":
+        lines += textwrap.wrap(", ".join(parts), most)
+    where.set_title("\n".join(lines).replace("\xa0", " "))
+
+
+def _style(width: float) -> Any:
+    return SMALL if width >= WIDTH else SMALL | {"xtick.labelsize": 7.5, "ytick.labelsize": 7.5}
+
+
+def _count_columns(width: float) -> int:
+    """Return the number of plots that fit side by side, at most 4."""
+    return max(1, min(4, int(width / 2.25)))
+
+
+def _balance(number: int, columns: int) -> int:
+    """Return the smallest number of columns that needs no more rows than ``columns``."""
+    return -(-number // -(-number // columns)) if number else 1
+
+
+def _arrange(keys: Sequence[Any], columns: int) -> Any:
+    """Arrange keys for ``subplot_mosaic``. The first key spans several columns if a row would be incomplete."""
+    cells = [*[keys[0]] * (-len(keys) % columns), *keys]
+    return [cells[i : i + columns] for i in range(0, len(cells), columns)]
+
+
+def _picture_height(view: View, width: float) -> float:
+    rows, columns = data.arrange_frames(view.layout, view.scores[0][1], view.frames).image.shape
+    return min(max(width * rows / columns, 0.5), 4.0)
+
+
+def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -> Figure:
     """Draw angle maps, then similarity, then slices and wavelengths, in fewer columns if there are several frames."""
-    layout, scores = view.layout, view.scores
-    columns = 4 if len(view.frames) == 1 else 2
-    shown = data.arrange_frames(layout, scores[0][1], view.frames).image.shape
-    panel = min(max((WIDTH / columns - 0.6) * shown[0] / shown[1], 0.5), 4.0) + 0.5
-    map_rows, score_rows = -(-len(view.channels) // columns), -(-len(scores) // columns)
-    beside = len(scores) <= columns // 2  # whether the last two panels fit into the row of similarities
-    heights = [panel * map_rows, max(panel, 2.0) if beside else panel * score_rows] + ([] if beside else [2.3])
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.75), layout="constrained")
-    rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
-    left, right = rows[1].subfigures(1, 2) if beside else rows[1:]
+    scores = view.scores[: "similarity" in panels] + (view.scores[1:] if "variants" in panels else [])
+    plots = [name for name in panels if name in ("slices", "wavelengths")]
+    columns, span = _count_columns(width), 1 if len(view.frames) == 1 else 2
+    beside = bool(scores and plots) and span * len(scores) + len(plots) <= columns  # whether one row has enough space
+    shares = (span * len(scores), len(plots)) if beside else (1, 1)
+    map_columns = _balance(len(view.channels), max(1, columns // span))
+    score_columns = len(scores) if beside else _balance(len(scores), max(1, columns // span))
+    plot_columns = min(columns, len(plots))
 
-    theta, image = data.token_angles(layout, view.omega(view.default_variant)[view.channels]), None
-    panels = _panels(rows[0], map_rows, columns)
-    for axis, channel, angles in zip(panels, view.channels, theta.T, strict=False):
-        image = _picture(axis, view, data.wrap(angles), **ANGLES)
-        axis.set_title(_channel_name(view, channel))
-    _angle_bar(rows[0], image, panels)
-    _blank(panels[len(view.channels) :])
+    def height(number: int, columns: int, width: float) -> float:
+        text = 0.5 if columns > 1 else 0.65  # a title may have two lines
+        return (_picture_height(view, width / columns - 0.6) + text) * -(-number // columns)
 
-    panels = _panels(left, score_rows, len(scores) if beside else columns)
-    for axis, (names, score) in zip(panels, scores, strict=False):
-        image = _picture(axis, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
-        axis.set_title(_variant_name(view, names))
-    _similarity_bar(left, image, panels)
-    _blank(panels[len(scores) :])
-
-    slices, waves = _panels(right, 1, 2)
-    _slices(slices, view, scores[0][1], lowest)
-    _wavelengths([waves], [view], heights[-1] - 0.8, 1 if beside else 2)
-    _head_and_foot(figure, view)
+    left, right = ((width * share / sum(shares)) if beside else width for share in shares)
+    heights = {"angles": height(len(view.channels), map_columns, width)} if "angles" in panels else {}
+    if scores:
+        heights["similarity"] = max(height(len(scores), score_columns, left), 2.0 if beside else 0.0)
+    if plots and not beside:
+        heights["plots"] = 2.3 * -(-len(plots) // plot_columns)
+    figure = Figure(figsize=(width, sum(heights.values()) + margin), layout="constrained")
+    rows: Any = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=list(heights.values()))
+    parts: dict[str, Any] = dict(zip(heights, rows[:, 0], strict=True))
+    if beside:
+        parts["similarity"], parts["plots"] = parts["similarity"].subfigures(1, 2, width_ratios=shares)
+    if "angles" in panels:
+        _draw_angles(parts["angles"], view, map_columns, width)
+    lowest = lowest_similarity([view], None if "variants" in panels else 1)
+    if scores:
+        _draw_scores(parts["similarity"], view, scores, score_columns, left, lowest)
+    if plots:
+        axes = _panels(parts["plots"], -(-len(plots) // plot_columns), plot_columns)
+        size = (right / plot_columns - 0.65, (heights["similarity"] if beside else 2.3) - 0.8)
+        if "slices" in plots:
+            _slices(axes[0], view, view.scores[0][1], lowest, size)
+        if "wavelengths" in plots:
+            _wavelengths(axes[-1:], [view], size, 1 if beside else 2)
     return figure
 
 
-def _draw_sequence(view: View, lowest: float) -> Figure:
+def _draw_angles(figure: Any, view: View, columns: int, width: float) -> None:
+    """Draw an angle map for each channel in a part of the figure that is ``width`` inches wide."""
+    theta, image = data.token_angles(view.layout, view.omega(view.default_variant)[view.channels]), None
+    panels = _panels(figure, -(-len(view.channels) // columns), columns)
+    for axis, channel, angles in zip(panels, view.channels, theta.T, strict=False):
+        image = _picture(axis, view, data.wrap(angles), **ANGLES)
+        axis.set_title(_fill(_channel_name(view, channel), _title_width(width, columns)))
+    _angle_bar(figure, image, panels)
+    _blank(panels[len(view.channels) :])
+
+
+def _draw_scores(figure: Any, view: View, scores: Sequence[Any], columns: int, width: float, lowest: float) -> None:
+    """Draw a similarity map for each variant in a part of the figure that is ``width`` inches wide."""
+    panels, image = _panels(figure, -(-len(scores) // columns), columns), None
+    for axis, (names, score) in zip(panels, scores, strict=False):
+        image = _picture(axis, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
+        axis.set_title(_fill(_variant_name(view, names), _title_width(width, columns)))
+    _similarity_bar(figure, image, panels)
+    _blank(panels[len(scores) :])
+
+
+def _draw_sequence(view: View, panels: Sequence[str], width: float, margin: float) -> Figure:
     """Draw angles with one row per channel, similarity as lines, and wavelengths."""
-    layout, length = view.layout, view.layout.shape[0]
-    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
-    angle, score, wave = figure.subplots(1, 3, width_ratios=(1.25, 1, 0.9))
-    omega = view.omega(view.default_variant)
+    scores = view.scores[: "similarity" in panels] + (view.scores[1:] if "variants" in panels else [])
+    shares = {"angles": 1.25, "similarity": 1.0, "wavelengths": 0.9}
+    names = [name for name in shares if name in panels or (name == "similarity" and scores)]
+    columns = min(_count_columns(width), len(names))
+    ratios = [shares[name] if columns == len(names) else 1.0 for name in names[:columns]]
+    cells = _arrange(names, columns)
+    figure = Figure(figsize=(width, 2.45 * len(cells) + margin), layout="constrained")
+    axes = figure.subplot_mosaic(cells, width_ratios=ratios)
+    # The labels and the bar of the angles also take space from the panels below.
+    outside = 0.65 if len(cells) == 1 else 1.5
+    sizes = {
+        n: (width * part / sum(ratios) - outside, 2.2) for row in cells for n, part in zip(row, ratios, strict=True)
+    }
+    if "angles" in axes:
+        _draw_rows(axes["angles"], view)
+    if scores:
+        axis, lowest = axes["similarity"], lowest_similarity([view], None if "variants" in panels else 1)
+        _similarity_lines(axis, view, lowest, scores)
+        axis.set_title(f"similarity to token {view.token[0]} (dotted)")
+        _place_legend(axis, sizes["similarity"], handlelength=1.2)
+    if "wavelengths" in axes:
+        _wavelengths([axes["wavelengths"]], [view], sizes["wavelengths"])
+    return figure
+
+
+def _draw_rows(axis: Any, view: View) -> None:
+    """Draw the angles of a sequence with one row per channel."""
+    layout, omega = view.layout, view.omega(view.default_variant)
     rows = data.wrap(data.token_angles(layout, omega[view.channels])).T
     before = layout.text + data.GAP if layout.text else 0
     gap = torch.full((len(rows), before - layout.text), math.nan, dtype=rows.dtype)
     rows = torch.cat([rows[:, : layout.text], gap, rows[:, layout.text :]], 1)
-    extent = (-before - 0.5, length - 0.5, len(rows) - 0.5, -0.5)
-    image = angle.imshow(rows.numpy(), aspect="auto", interpolation="nearest", extent=extent, **ANGLES)
+    extent = (-before - 0.5, layout.shape[0] - 0.5, len(rows) - 0.5, -0.5)
+    image = axis.imshow(rows.numpy(), aspect="auto", interpolation="nearest", extent=extent, **ANGLES)
     turns = data.wavelengths(layout, omega)[1]
-    angle.set_yticks(range(len(rows)), [f"{c}\nλ = {_number(turns[c])}" for c in view.channels])
-    angle.set_xticks(_whole_ticks(length, 6))
+    axis.set_yticks(range(len(rows)), [f"{c}\nλ = {_number(turns[c])}" for c in view.channels])
+    axis.set_xticks(_whole_ticks(layout.shape[0], 6))
     title = "angle Θ" + (", fastest to slowest" if len(rows) > 1 else "")
-    angle.set(xlabel=_token_label(layout), ylabel=_what(view), title=title)
-    angle.grid(False)
-    _angle_bar(figure, image, [angle])
-    _similarity_lines(score, view, lowest)
-    score.set_title(f"similarity to token {view.token[0]} (dotted)")
-    score.legend(**LEGEND, handlelength=1.2)
-    _wavelengths([wave], [view], 2.2)
-    _head_and_foot(figure, view)
-    return figure
+    axis.set(xlabel=_token_label(layout), ylabel=_what(view), title=title)
+    axis.grid(False)
+    _angle_bar(axis.figure, image, [axis])
+
+
+def _title_width(width: float, columns: int) -> float:
+    """Return the space for the title of a map, so that it doesn't reach the next title or the colour bar."""
+    return width - 0.7 if columns == 1 else (width - 0.4) / columns
+
+
+def _fill(title: str, width: float) -> str:
+    """Break a title into lines of at most ``width`` inches, at about 15 characters per inch."""
+    return textwrap.fill(title, int(15 * width))
 
 
 def _token_label(layout: TokenLayout) -> str:
     return "token" + (" (left: the text)" if layout.text else "")
 
 
-def _similarity_lines(axis: Any, view: View, lowest: float, variants: int = len(SEQUENCE_LINES)) -> None:
-    """Plot the similarity over a sequence, with the text on the left. The first variant is the scheme's own."""
+def _similarity_lines(axis: Any, view: View, lowest: float, scores: Sequence[Any]) -> None:
+    """Plot the similarity over a sequence for one or two variants, with the text on the left."""
     layout = view.layout
     before = layout.text + data.GAP if layout.text else 0
-    for (names, values), (colour, line, width) in zip(view.scores[:variants], SEQUENCE_LINES, strict=False):
+    for (names, values), (colour, line, width) in zip(scores, SEQUENCE_LINES, strict=False):
         one: Any = {"ls": line, "lw": width, "color": OKABE_ITO[colour]}
         axis.plot(range(layout.shape[0]), values[layout.text :].tolist(), label=_variant_name(view, names), **one)
         axis.plot(range(-before, -before + layout.text), values[: layout.text].tolist(), marker=".", **one)
@@ -307,10 +453,11 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
         axis.set_xticks(_whole_ticks(width, min(5, int(width * cell / (1.5 * label)))))
         axis.set_xlabel("W", labelpad=1)
     else:
-        axis.set_xticks(
-            [left + (width - 1) / 2 for left in picture.first_columns], [f"W  (T = {t})" for t in view.frames]
-        )
+        is_wide = width * cell > 0.9
+        labels = [f"W  (T = {t})" if is_wide else f"T = {t}" for t in view.frames]
+        axis.set_xticks([left + (width - 1) / 2 for left in picture.first_columns], labels)
         axis.tick_params(axis="x", length=0)
+        axis.set_xlabel("" if is_wide else "W", labelpad=1)
     axis.set_ylabel("H", labelpad=1)
     axis.grid(False)
     axis.spines[:].set_visible(False)
@@ -321,8 +468,8 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     return image
 
 
-def _slices(axis: Any, view: View, score: Tensor, lowest: float) -> None:
-    """Plot the similarity along each grid axis through the token."""
+def _slices(axis: Any, view: View, score: Tensor, lowest: float, size: tuple[float, float]) -> None:
+    """Plot the similarity along each grid axis through the token, in axes of about this size in inches."""
     for j, name in enumerate(data.AXES[len(view.layout.shape)]):
         if view.layout.shape[j] > 1:
             look = LOOKS[name]
@@ -331,33 +478,72 @@ def _slices(axis: Any, view: View, score: Tensor, lowest: float) -> None:
             axis.plot(distance.tolist(), values.tolist(), line, lw=look.width, color=look.colour, label=f"along {name}")
     axis.axvline(0, color="black", lw=0.6, ls=":")
     axis.xaxis.set_major_locator(MaxNLocator(7, integer=True))
-    axis.set(xlabel="distance from the marked token, tokens", ylabel="similarity")
-    axis.set_title(f"slices at the marked token, {view.default_variant[0]}")
+    axis.set(xlabel=_fill("distance from the marked token, tokens", size[0] + 0.45), ylabel="similarity")
+    axis.set_title(_fill(f"slices at the marked token, {view.default_variant[0]}", size[0] + 0.3))
     _limit_similarity(axis, lowest)
-    axis.legend(**LEGEND, handlelength=2.6)
+    _place_legend(axis, size, handlelength=2.6)
 
 
-def _wavelengths(axes: Sequence[Any], views: Sequence[View], height: float, columns: int = 1) -> None:
-    """Plot the wavelengths of each view on one scale, with the legend above the data.
+def _place_legend(axis: Any, size: tuple[float, float], **options: Any) -> None:
+    """Put the legend in a corner where it covers no line, or else above the lines.
 
-    ``height`` is the height of the axes in inches, and ``columns`` is the number of legend columns. It is 1 if a legend
-    would be wider than its axes.
+    ``size`` is the approximate size of the axes in inches, because their layout is not final.
+    """
+    options = {**LEGEND, **options}
+    legend = axis.legend(**options)
+    width, height = (1.05 * n / (m * axis.figure.dpi) for n, m in zip(_extent(legend), size, strict=True))
+    lines = [(line.get_transform() - axis.transAxes).transform_path(line.get_path()) for line in axis.lines]
+    for corner in ("upper right", "upper left", "lower left", "lower right"):
+        x, y = 1 - width if "right" in corner else 0, 1 - height if "upper" in corner else 0
+        if not any(line.intersects_bbox(Bbox.from_bounds(x, y, width, height), filled=False) for line in lines):
+            axis.legend(**{**options, "loc": corner})
+            return
+    low, high = axis.get_ylim()
+    axis.set_yticks([t for t in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= t <= high])
+    _legends_above([axis], [legend.legend_handles], size, len(legend.legend_handles), **options)
+
+
+def _legends_above(
+    axes: Sequence[Any], handles: Sequence[list[Any]], size: tuple[float, float], columns: int, **options: Any
+) -> None:
+    """Extend the scale of the axes upwards, and put legends with at most ``columns`` columns there."""
+    options = {**options, "loc": "upper left", "handletextpad": 0.4, "columnspacing": 0.8}
+
+    def fit(columns: int) -> bool:
+        legends = [axis.legend(handles=h, ncols=columns, **options) for axis, h in zip(axes, handles, strict=True)]
+        return all(_extent(legend)[0] <= size[0] * legend.figure.dpi for legend in legends)
+
+    columns = next((n for n in range(columns, 0, -1) if fit(n)), 0)
+    if not columns:
+        columns = 1
+        for handle in itertools.chain(*handles):
+            handle.set_label(handle.get_label().replace(" (", "\n("))
+    lines = [sum(1 + handle.get_label().count("\n") for handle in each) for each in handles]
+    share = (0.08 + 0.16 * -(-max(lines) // columns)) / size[1]
+    for axis, each in zip(axes, handles, strict=True):
+        scale = axis.yaxis.get_transform()
+        low, high = scale.transform(axis.get_ylim())
+        axis.set_ylim(*scale.inverted().transform([low, low + (high - low) / (1 - share)]))
+        axis.legend(handles=each, ncols=columns, **options)
+
+
+def _extent(legend: Any) -> tuple[float, float]:
+    """Return the width and height of a legend in pixels. They don't depend on the layout of the figure."""
+    box = legend.get_window_extent()
+    return box.width, box.height
+
+
+def _wavelengths(axes: Sequence[Any], views: Sequence[View], size: tuple[float, float], columns: int = 1) -> None:
+    """Plot the wavelengths of each view on one scale, with the legends above the data.
+
+    ``size`` is the approximate size of the axes in inches, and ``columns`` is the maximum number of legend columns.
     """
     legends = [_plot_wavelengths(axis, view) for axis, view in zip(axes, views, strict=True)]
-    low = min(math.log10(axis.get_ylim()[0]) for axis in axes)
-    high = max(math.log10(axis.get_ylim()[1]) for axis in axes)
-    options: Any = {**LEGEND, "loc": "upper left", "handletextpad": 0.4, "handlelength": 2.1, "columnspacing": 0.8}
-    if columns > 1:
-        boxes = [axis.legend(handles=h, ncols=columns, **options) for axis, h in zip(axes, legends, strict=True)]
-        for box in boxes:
-            box.set_in_layout(False)
-        axes[0].figure.canvas.figure.draw_without_rendering()  # applies the layout
-        if any(box.get_tightbbox().width > axis.bbox.width for box, axis in zip(boxes, axes, strict=True)):
-            columns = 1
-    rows = -(-max(map(len, legends)) // columns)
-    for axis, handles in zip(axes, legends, strict=True):
-        axis.set_ylim(10**low, 10 ** (low + (high - low) / (1 - (0.08 + 0.16 * rows) / height)))
-        axis.legend(handles=handles, ncols=columns, **options)
+    limits = [axis.get_ylim() for axis in axes]
+    for axis in axes:
+        axis.set_title(_fill(axis.get_title(), size[0]))
+        axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    _legends_above(axes, legends, size, columns, **LEGEND, handlelength=2.1)
 
 
 def _plot_wavelengths(axis: Any, view: View) -> list[Any]:
@@ -423,14 +609,18 @@ def _head_and_foot(figure: Figure, view: View) -> None:
         *([] if view.subject.base is None else [f"base {_number(view.subject.base)}"]),
         *_conditions(view),
     ]
-    at: Any = {"x": 0.008, "ha": "left"}
-    title = figure.suptitle(_bold(made.name), fontsize=9, **at)
+    title = figure.suptitle(_bold(made.name), fontsize=9, x=0.008, ha="left")
     for part in parts:
         text = title.get_text()
         title.set_text(f"{text}   ·   {part}")
         if title.get_window_extent().x1 > figure.bbox.x1:
             title.set_text(f"{text}\n{part}")
-    figure.supxlabel(FOOT, fontsize=7, color="#444444", **at)
+    _foot(figure)
+
+
+def _foot(figure: Figure) -> None:
+    text = textwrap.fill(FOOT, int(18 * figure.get_figwidth()))
+    figure.supxlabel(text, fontsize=7, color="#444444", x=0.008, ha="left")
 
 
 def _conditions(view: View) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from ..checks import check_at_least
+from ..checks import check_at_least, is_finite_number
 from ..modules.base import FrequencyModule
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -35,6 +35,8 @@ def show(
     channels: Sequence[int] = (),
     maps: int = 4,
     text: int = 0,
+    panels: Sequence[str] = (),
+    width: float | None = None,
     dark: bool = False,
     **options: Any,
 ) -> Any:
@@ -61,6 +63,11 @@ def show(
             at least one for each axis.
         maps: number of angle maps if ``channels`` is empty.
         text: number of text (or class) tokens before the grid.
+        panels: names of the panels to draw. By default, all are drawn, with a header and a footnote. The names are
+            "angles", "similarity", "variants" (similarity for the other map and axis order), "slices" and
+            "wavelengths". A list of encodings has no angles and variants, and a sequence has no slices.
+        width: width of the figure in inches, from 3 to 100. The default is 11. Text keeps its size, so a narrow
+            figure has fewer columns. The height follows from the panels.
         dark: whether to draw for a dark background.
         options: options of the scheme's positions; see :meth:`lrpe_md.presets.Preset.positions`.
 
@@ -71,9 +78,9 @@ def show(
 
     Raises:
         ImportError: if matplotlib is not installed.
-        TypeError: if the scheme, the shape or the token has the wrong type.
-        ValueError: for an unknown name, an invalid shape of ω, or a shape, head, token, channel or text that the scheme
-            does not support.
+        TypeError: if the scheme, the shape, the token or the panels have the wrong type, or for an unknown option.
+        ValueError: for an unknown name, an invalid shape of ω, an invalid width, or a shape, head, token, channel, text
+            or panel that the scheme does not support.
     """
     try:
         from matplotlib import rc_context
@@ -84,8 +91,7 @@ def show(
         raise ImportError("show: needs matplotlib; run pip install 'lrpe-md[plots]'") from error
     check_at_least(1, maps=maps)
     check_at_least(0, text=text)
-    if not isinstance(channels, Sequence):
-        raise TypeError(f"channels: expected a list of integers, such as [0, 8], got {channels!r}")
+    _check_drawing(channels, panels, width, options)
 
     def view(scheme: Any, title: Any, model: Any = None) -> Any:
         scheme, model = _find_encoding(scheme), scheme if model is None else model
@@ -114,9 +120,9 @@ def show(
             raise ValueError(f"scheme: expected one or more encodings, got an empty {type(found).__name__}")
         titled = found.items() if isinstance(found, dict) else ((None, each) for each in found)
         model = scheme if isinstance(scheme, Module) else None
-        figure = draw_comparison([view(each, title, model) for title, each in titled])
+        figure = draw_comparison([view(each, title, model) for title, each in titled], panels, width)
     else:
-        figure = draw(view(scheme, None))
+        figure = draw(view(scheme, None), panels, width)
     if dark:
         darken(figure)
     if path is not None:
@@ -124,6 +130,20 @@ def show(
         with rc_context(SAVED):
             figure.savefig(path, dpi=150)
     return figure
+
+
+def _check_drawing(channels: Any, panels: Any, width: Any, options: Mapping[str, Any]) -> None:
+    if not isinstance(channels, Sequence):
+        raise TypeError(f"channels: expected a list of integers, such as [0, 8], got {channels!r}")
+    if isinstance(panels, str) or not isinstance(panels, Sequence):
+        raise TypeError(f"panels: expected a list of names, such as ['similarity'], got {panels!r}")
+    if width is not None and not (is_finite_number(width) and data.MIN_WIDTH <= width <= data.MAX_WIDTH):
+        raise ValueError(f"width: expected {data.MIN_WIDTH:g} to {data.MAX_WIDTH:g} inches, got {width!r}")
+    if "figsize" in options:
+        raise TypeError(
+            f"figsize: expected width= in inches instead of figsize, got {options['figsize']!r}; the height follows "
+            "from the panels, which you can select with panels="
+        )
 
 
 def _check_text(made: Preset, text: int) -> None:

@@ -2,6 +2,7 @@
 
     lrpe-md visualize --preset wan --preset dinov3
     lrpe-md visualize --preset wan --preset dinov3 --compare
+    lrpe-md visualize --preset dinov3 --panel similarity --panel wavelengths --width 5.5 --format pdf
     lrpe-md visualize --preset ours.json
     lrpe-md visualize --preset all --out runs/visualize --format pdf
     lrpe-md visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
@@ -35,7 +36,7 @@ from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
 from lrpe_md.modules.base import DEFAULT_BASES
 from lrpe_md.picture import data
 from lrpe_md.picture.data import NO_ORDER, Subject
-from lrpe_md.picture.figure import View, draw, draw_comparison, make_view
+from lrpe_md.picture.figure import View, choose_panels, draw, draw_comparison, make_view
 from lrpe_md.presets import Axial, Dense, Preset
 
 from ..common.folder import unused_path
@@ -50,11 +51,13 @@ MODULES = {
 }  # fmt: skip
 PANELS = {
     "Encoding": "preset frequencies map axis_order base head_dim heads seed",
-    "Picture": "compare shape reference text token head channel maps", "Output": "out format dpi dark",
+    "Picture": "compare shape reference text token head channel maps panel",
+    "Output": "width out format dpi dark",
 }  # fmt: skip
 
 
-OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # options by argument of the library
+# Options by argument of the library.
+OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base", "panels": "--panel"}
 IMPLIED = ("token", "segments", "shape", "reference")  # arguments for which the option depends on the call
 
 
@@ -178,16 +181,26 @@ def _blocks(num_axes: int, order: str, channels: int, heads: int, base: float, g
     return axial_omega(theta, channels, num_axes, axis_order="minor_first" if order == NO_ORDER else order)  # pyright: ignore[reportArgumentType]
 
 
+PRESET: Any = typer.Option(
+    "--preset",
+    "-p",
+    help="Preset to plot: a name, 'all', the name of your own scheme (with --import MODULE), or a JSON file of a "
+    "scheme; repeatable.",
+)
+PANEL: Any = typer.Option(
+    help=f"Panel to draw: {', '.join(data.PANELS)}; repeatable. The variants are the similarity for the other map and "
+    "axis order. (default: all panels, with a header)"
+)
+WIDTH: Any = typer.Option(
+    min=data.MIN_WIDTH,
+    max=data.MAX_WIDTH,
+    help="Width of the figure in inches; the height follows from the panels. (default: 11)",
+)
+
+
 @group_options(PANELS)
 def main(
-    preset: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--preset", "-p",
-            help="Preset to plot: a name, 'all', the name of your own scheme (with --import MODULE), or a JSON file of "
-            "a scheme; repeatable.",
-        ),
-    ] = None,
+    preset: Annotated[list[str] | None, PRESET] = None,
     frequencies: Annotated[
         str | None,
         typer.Option(help="Kind of frequencies to plot instead of a preset: axial or mixed (see RotateMd)."),
@@ -228,6 +241,8 @@ def main(
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
     channel: Annotated[list[int] | None, typer.Option(help="Channel or pair whose angles to plot; repeatable.")] = None,
     maps: Annotated[int, typer.Option(min=1, help="Number of angle maps if you don't pass --channel.")] = 4,
+    panel: Annotated[list[str] | None, PANEL] = None,
+    width: Annotated[float | None, WIDTH] = None,
     out: Annotated[
         Path, typer.Option(help="Output folder. Figures are named NAME.png, or NAME-2.png if that file exists.")
     ] = Path("runs/visualize"),
@@ -254,12 +269,17 @@ def main(
             "--compare: expected several presets, got one; pass --preset for each, or leave out --compare. To compare "
             "other encodings, such as several bases, pass a dict to lrpe_md.show in Python"
         )
+    panels = choose("--panel", panel or (), data.PANELS)
+    with _name_option("--panel"):
+        for each in [views] if compare else [[view] for view in views]:
+            choose_panels(each, panels, is_comparison=compare)
     _make_folder(out)
     if compare:
-        save_figure(draw_comparison(views), unused_path(out / f"comparison.{format}"), dpi, dark)
+        save_figure(draw_comparison(views, panels, width), unused_path(out / f"comparison.{format}"), dpi, dark)
         return
     for view in views:
-        save_figure(draw(view), unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
+        path = unused_path(out / f"{view.subject.preset.name}.{format}")
+        save_figure(draw(view, panels, width), path, dpi, dark)
 
 
 def _make_folder(out: Path) -> None:

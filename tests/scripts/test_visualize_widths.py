@@ -1,0 +1,200 @@
+"""Figures at the width of a column, with selected panels: text sizes, overlaps, margins, and the options."""
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lrpe_md.scripts.visualize.app import app
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+from parametrizing import slow_except
+from typer.testing import CliRunner
+
+import lrpe_md
+
+DOCS = Path(__file__).parents[2] / "docs"
+FOUR = ["dinov3", "rope_vit_mixed", "eva02", "pixtral"]
+VIDEOS = ["wan", "cogvideox", "hunyuan_video"]
+
+
+def axes_of(figure: Any) -> list[Any]:
+    return figure.axes or [axis for part in figure.subfigs for axis in axes_of(part)]
+
+
+def is_bar(axis: Any) -> bool:
+    return axis.get_label() == "<colorbar>"
+
+
+def drawn_texts(figure: Any) -> list[tuple[Text, Any]]:
+    """Return the visible texts with their boxes, without ticks outside the limits of their axes."""
+    hidden = set()
+    for axis in axes_of(figure):
+        for each in (axis.xaxis, axis.yaxis):
+            drawn = {id(label) for tick in each._update_ticks() for label in (tick.label1, tick.label2)}
+            ticks = [*each.get_major_ticks(), *each.get_minor_ticks()]
+            hidden |= {id(label) for tick in ticks for label in (tick.label1, tick.label2)} - drawn
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    return [(text, text.get_window_extent()) for text in texts if id(text) not in hidden]
+
+
+def overlap(a: Any, b: Any) -> bool:
+    common = Bbox.intersection(a, b)
+    return common is not None and min(common.width, common.height) > 1
+
+
+def find_problems(figure: Any) -> list[Any]:
+    """Find small texts, texts outside of the figure or on top of each other, and legends that cover data."""
+    figure.draw_without_rendering()
+    texts, page = drawn_texts(figure), figure.bbox.padded(1)
+    found: list[Any] = [("small", text) for text, _ in texts if float(text.get_fontsize()) < 6]
+    found += [("outside", text) for text, box in texts if not page.containsx(box.x0) or not page.containsx(box.x1)]
+    found += [("outside", text) for text, box in texts if not page.containsy(box.y0) or not page.containsy(box.y1)]
+    found += [("overlap", a, b) for (a, x), (b, y) in itertools.combinations(texts, 2) if overlap(x, y)]
+    bars = [axis for axis in axes_of(figure) if is_bar(axis)]
+    found += [("bar", t) for t, box in texts for bar in bars if t.axes is not bar and overlap(box, bar.bbox)]
+    for axis in axes_of(figure):
+        if axis.get_legend() is not None:
+            box = axis.get_legend().get_window_extent()
+            if not axis.bbox.padded(1).contains(*box.min) or not axis.bbox.padded(1).contains(*box.max):
+                found.append(("legend outside", axis.get_title()))
+            paths = [
+                line.get_transform().transform_path(line.get_path()) for line in axis.lines if len(line.get_xdata()) > 2
+            ]
+            found += [("covered", axis.get_title()) for path in paths if any(box.contains(*v) for v in path.vertices)]
+    return found
+
+
+@pytest.mark.parametrize("width", slow_except([3.25], [3.0, 3.25, 5.5, 7.0, None]))
+@pytest.mark.parametrize(
+    ("encoding", "options"),
+    [
+        ("dinov3", {}),
+        ("wan", {}),
+        ("pope", {}),
+        ("pope", {"text": 4, "panels": ["similarity", "variants"]}),
+        ("qwen3_vl", {"shape": (18, 28), "text": 12}),
+        ("dinov3", {"panels": ["similarity", "wavelengths"], "dark": True}),
+        ("wan", {"panels": ["similarity", "slices"]}),
+        (FOUR, {}),
+        (FOUR, {"panels": ["similarity"]}),
+        (FOUR, {"panels": ["slices"]}),
+        (FOUR, {"panels": ["wavelengths"]}),
+        (FOUR, {"panels": ["similarity", "wavelengths"]}),
+        (VIDEOS, {"panels": ["similarity"]}),
+        (["rope_1d", "pope"], {}),
+        (["wan", "pope"], {}),
+    ],
+)
+def test_text_is_legible_at_any_width(encoding: Any, options: dict[str, Any], width: float | None):
+    figure = lrpe_md.show(encoding, width=width, **options)
+    assert figure.get_figwidth() == (width or 11)
+    assert find_problems(figure) == []
+
+
+@pytest.mark.parametrize("names", [["similarity", "wavelengths"], ["similarity"]])
+def test_titles_do_not_reach_the_bar(names: list[str]):
+    assert find_problems(lrpe_md.show("dinov3", width=5.5, panels=names)) == []
+
+
+def test_a_single_panel_is_the_figure():
+    for name, title in (
+        ("angles", "pair 18, W: λ = 24.9 tokens"),
+        ("similarity", "rotate, either axis order (published)"),
+        ("variants", "cosine, either axis order"),
+        ("slices", "slices at the marked token, rotate"),
+        ("wavelengths", "wavelengths and the grid"),
+    ):
+        figure = lrpe_md.show("dinov3", panels=[name], channels=[18], width=5.5)
+        assert [axis.get_title() for axis in axes_of(figure) if not is_bar(axis)] == [title]
+        assert (figure.get_suptitle(), figure.get_supxlabel()) == ("", "")
+    figure = lrpe_md.show("pope", panels=["similarity"])
+    [axis] = axes_of(figure)
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["cosine (published)"]
+
+
+def test_selected_panels_have_their_own_scale():
+    """The cosine map of mixed frequencies has other values than the rotate map."""
+    for names in (["similarity"], ["similarity", "variants"]):
+        view = [axis for axis in axes_of(lrpe_md.show("pixtral", (4, 6), panels=names)) if axis.images]
+        low = min(float(axis.images[0].get_array().min()) for axis in view if not is_bar(axis))
+        assert view[0].images[0].get_clim()[0] == pytest.approx(int(low * 10 - (low < 0)) / 10)
+
+
+def count_columns(encoding: Any, **options: Any) -> int:
+    """Return the number of panels in the widest row."""
+    figure = lrpe_md.show(encoding, **options)
+    figure.draw_without_rendering()
+    tops = [round(axis.bbox.y1) for axis in axes_of(figure) if not is_bar(axis) and axis.axison]
+    return max(map(tops.count, tops))
+
+
+def test_narrow_figures_have_fewer_columns():
+    assert [count_columns("dinov3", width=w, panels=["angles"]) for w in (3.25, 5.5, 7, 11)] == [1, 2, 2, 4]
+    assert [count_columns("dinov3", width=w, panels=["angles"], maps=3) for w in (5.5, 7)] == [2, 3]
+    assert [count_columns("wan", width=w, panels=["angles"]) for w in (5.5, 7, 11)] == [1, 1, 2]
+    assert [count_columns(FOUR, width=w, panels=["similarity"]) for w in (3.25, 5.5, 11)] == [1, 2, 4]
+    assert [count_columns(FOUR, width=w, panels=["slices", "wavelengths"]) for w in (3.25, 5.5)] == [1, 2]
+
+
+def test_invalid_widths_and_panels():
+    for options, error, message in (
+        ({"width": 1}, ValueError, "width: expected 3 to 100 inches, got 1"),
+        ({"width": "5in"}, ValueError, "width: expected 3 to 100 inches, got '5in'"),
+        ({"panels": "angles"}, TypeError, r"panels: expected a list of names, such as \['similarity'\], got 'angles'"),
+        (
+            {"panels": ["angle"]},
+            ValueError,
+            "one or more of angles, similarity, variants, slices, wavelengths for eva02",
+        ),
+        (
+            {"figsize": (5, 3)},
+            TypeError,
+            r"figsize: expected width= in inches .* got \(5, 3\);",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            lrpe_md.show("eva02", (4, 6), **options)  # pyright: ignore[reportArgumentType]
+    for scheme, name, known in (
+        ("pope", "slices", "angles, similarity, variants, wavelengths for pope"),
+        (lrpe_md.RotateMd(16, 2), "variants", "angles, similarity, slices, wavelengths for RotateMd"),
+        (["eva02", "wan"], "angles", "similarity, slices, wavelengths for a comparison"),
+        (["rope_1d", "pope"], "slices", "similarity, wavelengths for a comparison"),
+    ):
+        with pytest.raises(ValueError, match=f"panels: expected one or more of {known}, got '{name}'"):
+            lrpe_md.show(scheme, panels=[name])
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"TERMINAL_WIDTH": "1000", "NO_COLOR": "1"})
+
+
+def test_the_command_for_a_paper_draws_a_pdf_of_this_width(tmp_path: Path):
+    text = (DOCS / "schemes.md").read_text(encoding="utf-8").split("### For a paper")[1]
+    block = text.split("```bash\n")[1].split("```")[0].replace("\\\n", "")
+    for line, file in zip(block.splitlines(), ("dinov3.pdf", "comparison.pdf"), strict=True):
+        command = shlex.split(line)
+        assert command[:2] == ["lrpe-md", "visualize"]
+        result = run(*command[2:], "--out", str(tmp_path))
+        assert result.exit_code == 0, result.output
+        box = re.search(rb"/MediaBox \[ 0 0 ([\d.]+)", (tmp_path / file).read_bytes())
+        assert box is not None
+        assert float(box[1]) == 5.5 * 72
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--panel", "slice"], "--panel: unknown 'slice'; did you mean 'slices'? Choose from: angles; similarity;"),
+    (["-p", "pope", "--panel", "slices"], "--panel: expected one or more of angles, similarity, variants, wavelengths"),
+    (["-p", "wan", "--compare", "--panel", "angles"], "--panel: expected one or more of similarity, slices"),
+    (["--width", "2"], "'--width': Input should be greater than or equal to 3"),
+])  # fmt: skip
+def test_invalid_options(arguments: list[str], message: str, tmp_path: Path):
+    result = run("-p", "eva02", *arguments, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert message in re.sub(r"[\s│]+", " ", result.output)
+    assert not (tmp_path / "out").exists()
