@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Files that `make test` leaves out: compilers for GPUs, several processes, environments, browsers, complete training
 # runs.
@@ -20,6 +21,8 @@ SLOW = {
     "test_sharded_models.py", "test_sharding.py", "test_site.py", "test_sweep.py", "test_train_processes.py",
     "test_wheel.py",
 }  # fmt: skip
+settings.register_profile("slow machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slow machines")
 last_file = None
 torch.set_num_threads(1)  # tensors are too small for several threads
 

@@ -140,7 +140,7 @@ def test_default_sections():
 
 @pytest.mark.parametrize("axis_map", AXIS_MAPS)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.sampled_from(["minor_first", "major_first"]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_each_axis_gets_its_section(axis_map, sections, axis_order):
     total, num_axes = sum(sections), len(sections)
     zeros = 0 if axis_map == "stride" else 2

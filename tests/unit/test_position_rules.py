@@ -112,7 +112,7 @@ def test_grids_and_coordinates_compare():
 
 
 @given(sizes, affine, affine, st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_scale_and_shift_commute_with_interpolation(shape, first, second, data):
     reference = data.draw(st.tuples(*(st.integers(1, 40) for _ in shape)))
     (a, b), (c, d) = first, second
@@ -127,7 +127,7 @@ def test_scale_and_shift_commute_with_interpolation(shape, first, second, data):
 
 
 @given(sizes, st.lists(affine, min_size=1, max_size=4))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_rules_apply_in_order(shape, steps):
     grid, coords = Grid(shape), Grid(shape).coordinates()
     tensor_grid = Grid(shape, shift=torch.zeros(len(shape), dtype=torch.float64))
@@ -140,7 +140,7 @@ def test_rules_apply_in_order(shape, steps):
 
 
 @given(sizes, affine, st.integers(0, 2), st.integers(0, 2), st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_shard_of_a_rule_is_a_slice(shape, step, prefix, suffix, data):
     rule = data.draw(st.sampled_from([lambda g: g.cells(), lambda g: g.centre(), lambda g: g.interpolate(7)]))
     whole = rule(Grid(shape, prefix, suffix)).transform(*step)
@@ -195,7 +195,7 @@ def test_one_graph_for_all_sizes(name):
 
 
 @given(sizes, affine, st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_take_equals_indexing(shape, step, data):
     grid = Grid(shape, prefix=1, suffix=2).transform(*step)
     num = math.prod(shape)
@@ -224,7 +224,7 @@ def test_remaining_tokens_are_encoded_as_in_the_whole():
 
 
 @given(sizes, st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_window_order(shape, data):
     window = data.draw(st.tuples(*(st.integers(1, 7) for _ in shape)))
     order = window_order(shape, window)

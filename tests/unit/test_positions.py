@@ -19,7 +19,6 @@ def test_document_example():
 
 
 @given(sizes, st.integers(0, 3), st.integers(0, 3))
-@settings(deadline=None)
 def test_coordinates_are_row_major(shape, prefix, suffix):
     coords = Grid(shape, prefix=prefix, suffix=suffix).coordinates()
     expected = torch.cartesian_prod(*(torch.arange(n) for n in shape)).reshape(-1, len(shape))
@@ -29,7 +28,7 @@ def test_coordinates_are_row_major(shape, prefix, suffix):
 
 
 @given(sizes, st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_shard_is_a_slice(shape, data):
     whole = Grid(shape, prefix=2, suffix=1, scale=0.5, shift=2.0)
     start = data.draw(st.integers(0, whole.total))

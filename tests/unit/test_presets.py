@@ -185,7 +185,7 @@ SEGMENTS = {name: c.segments for name, c in FIRST.items()}
 
 @pytest.mark.parametrize("name", FIRST)
 @given(steps=st.lists(st.floats(-100, 100), min_size=4, max_size=4))
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 def test_scores_only_depend_on_relative_positions(name, steps):
     """Moving all rotated tokens by the same step does not change the scores."""
     p = for_heads(name)
@@ -203,7 +203,7 @@ def test_scores_only_depend_on_relative_positions(name, steps):
 
 @pytest.mark.parametrize("name", FIRST)
 @given(data=st.data())
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 def test_a_shard_is_a_slice(name, data):
     p = for_heads(name)
     whole = p.positions(*SEGMENTS[name])

@@ -119,7 +119,7 @@ def equal(a, b):
 
 
 @given(sequences, st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_composing_then_slicing_equals_slicing_then_composing(segments, data):
     whole = compose(*segments, num_axes=3)
     start = data.draw(st.integers(0, whole.num_tokens))
@@ -132,7 +132,7 @@ def test_composing_then_slicing_equals_slicing_then_composing(segments, data):
 
 
 @given(sequences, sequences)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_plain_segments_compose_end_to_end(first, second):
     """Composing segments without running positions concatenates them."""
     first, second = ([s for s in part if isinstance(s, (Grid, Coordinates))] for part in (first, second))
