@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lrpe_md.scripts.common.cases import LinearCase, bind_linear, check_linear, make_linear_inputs, run_linear
 from parametrizing import ACTS
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
@@ -23,7 +24,6 @@ from lrpe_md import (
     reference_products,
     testing,
 )
-from lrpe_md.testing import LinearCase, bind_linear, check_linear, make_linear_inputs, run_linear
 
 ACTIVATIONS = {
     "none": lambda x: x,
