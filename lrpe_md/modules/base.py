@@ -18,9 +18,9 @@ from ..checks import (
     check_dense,
     check_frequencies,
     check_precise,
-    count_axes,
     is_real,
     or_one,
+    plural,
     show_value,
 )
 from ..engine.core.operator import check_impl
@@ -542,7 +542,7 @@ class FrequencyModule(nn.Module):
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
                 raise ValueError(
-                    f"positions: expected the module's num_axes, {self.num_axes}, got {count_axes(found)}"
+                    f"positions: expected the module's num_axes, {self.num_axes}, got {plural(found, 'axis')}"
                     + (remedy_layout(xs[0], where) or self._axes_advice(where, found))
                 ) from None
 
@@ -572,8 +572,7 @@ class FrequencyModule(nn.Module):
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
             raise ValueError(
-                "xs: expected both q and k, because only the keys have a phase, got "
-                f"{len(xs)} tensor{'s' * (len(xs) != 1)}"
+                f"xs: expected both q and k, because only the keys have a phase, got {plural(len(xs), 'tensor')}"
             )
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
         positions = self.locate(positions) if self.moved else positions

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_dense, check_frequencies, count_axes
+from ..checks import check_at_least, check_dense, check_frequencies, plural
 from ..engine.encode.validate import (
     WHOLE_PACK,
     Act,
@@ -349,8 +349,7 @@ class Rotate1d(RotateMd):
             raise ValueError("out: expected None with scale_base, because xPos scales the rotated values")
         if len(xs) != 2:
             raise ValueError(
-                f"xs: expected both q and k, got {len(xs)} tensor{'s' * (len(xs) != 1)}; xPos scales q and k "
-                "differently"
+                f"xs: expected both q and k, got {plural(len(xs), 'tensor')}; xPos scales q and k differently"
             )
         if inverse:
             raise ValueError("inverse: expected False with scale_base, got True")
@@ -459,11 +458,11 @@ class PresetMd(FrequencyModule):
 
     def _axes_advice(self, positions: Any, found: int) -> str:
         if not isinstance(positions, Grid):
-            return f"; pass coordinates on {count_axes(self.num_axes)}, or module.positions(..)"
+            return f"; pass coordinates on {plural(self.num_axes, 'axis')}, or module.positions(..)"
         try:
             self.preset.positions(positions.shape)
         except (TypeError, ValueError):  # the scheme has no rule for this shape
-            return f"; use a scheme with {count_axes(found)}"
+            return f"; use a scheme with {plural(found, 'axis')}"
         return f"; pass {_name_positions(positions)}"
 
     def _check_rule(self, positions: Any) -> None:

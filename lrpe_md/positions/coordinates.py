@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_dense, check_precise, is_real, show_value
+from ..checks import check_dense, check_precise, is_real, read_count, show_value
 from ..engine.inductor.private import are_transforms_active, assert_async, num_dispatch_modes
 
 __all__ = [
@@ -95,15 +95,13 @@ class Coordinates(Rules):
     rotated: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.coords, Tensor):
-            raise TypeError(f"coords: expected a tensor of shape (N, K) or (B, N, K), got {type(self.coords).__name__}")
         check_dense("coords", self.coords, "(N, K) or (B, N, K)")
         if self.coords.ndim not in (2, 3):
             raise ValueError(
                 f"coords: expected shape (N, K) or (B, N, K), got {tuple(self.coords.shape)}"
                 + "; for positions (N,) on one axis, pass coords[:, None]" * (self.coords.ndim == 1)
             )
-        if self.coords.dtype == torch.bool or self.coords.is_complex():
+        if not is_real(self.coords):
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
         if self.coords.is_floating_point() and self.coords.dtype not in (torch.float32, torch.float64):
             raise TypeError(
@@ -111,11 +109,7 @@ class Coordinates(Rules):
                 f"{self.coords.dtype}"
             )
         for name in ("prefix", "suffix"):
-            value = getattr(self, name)
-            number = as_integer(value)
-            if number is None or number < 0:
-                raise ValueError(f"{name}: expected a non-negative integer, got {show_value(value)}")
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, read_count(name, getattr(self, name)))
         if self.rotated is not None:
             if not isinstance(self.rotated, Tensor):
                 raise TypeError(f"rotated: expected a boolean tensor, got {type(self.rotated).__name__}")

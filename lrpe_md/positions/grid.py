@@ -19,7 +19,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_dense, describe_positions, fleeting, is_real, show_value
+from ..checks import (
+    as_integer,
+    check_at_least,
+    check_dense,
+    check_one_of,
+    describe_positions,
+    fleeting,
+    is_real,
+    read_count,
+    show_value,
+)
 from .coordinates import (
     Bound,
     Coordinates,
@@ -87,17 +97,11 @@ class Grid(Rules):
             found = describe_positions(given) if isinstance(given, Tensor) and given.ndim > 1 else show_value(shape)
             raise ValueError(f"shape: expected a non-negative integer for each axis, got {found}")
         object.__setattr__(self, "shape", sizes)
-        for name in ("prefix", "suffix", "start", "length"):
-            value = getattr(self, name)
-            if value is None and name == "length":
-                continue
-            number = as_integer(value)
-            if number is None or (number < 0 and name != "length"):
-                raise ValueError(f"{name}: expected a non-negative integer, got {show_value(value)}")
-            object.__setattr__(self, name, number)
+        for name in ("prefix", "suffix", "start", *(() if self.length is None else ("length",))):
+            object.__setattr__(self, name, read_count(name, getattr(self, name)))
         for name in ("scale", "shift"):
             object.__setattr__(self, name, per_axis(name, getattr(self, name), len(shape)))
-        if self.start > self.total or (self.length is not None and not 0 <= self.length <= self.total - self.start):
+        if self.start > self.total or (self.length is not None and self.length > self.total - self.start):
             raise ValueError(
                 f"start, length: expected a slice of the {self.total} tokens (prefix + grid + suffix), "
                 f"got start={self.start}, length={self.length}"
@@ -233,8 +237,7 @@ class Grid(Rules):
         all axes, which keeps the aspect ratio.
         """
         choose: dict[str, Any] = {"axis": None, "shorter": smaller, "longer": larger}
-        if by not in choose:
-            raise ValueError(f"by: expected one of {tuple(choose)}, got {show_value(by)}")
+        check_one_of("by", by, tuple(choose))
         sizes = self._sizes if by == "axis" else (reduce(choose[by], self._sizes),) * self.num_axes
         return self.transform([2 / m for m in sizes], [1 / m - 1 for m in sizes])
 

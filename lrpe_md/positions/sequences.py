@@ -17,7 +17,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_offsets, check_precise, describe_positions, show_value
+from ..checks import (
+    as_integer,
+    check_at_least,
+    check_offsets,
+    check_one_of,
+    check_precise,
+    describe_positions,
+    show_value,
+)
 from .coordinates import check_reach, larger
 from .grid import Coordinates, Grid, offset_positions
 
@@ -51,8 +59,7 @@ class Tokens:
         for name, number in (("length", self.length), ("axis", self.axis)):
             if isinstance(number, bool) or as_integer(number) is None or number < 0:
                 raise ValueError(f"{name}: expected a non-negative integer, got {show_value(number)}")
-        if self.rule not in RULES:
-            raise ValueError(f"rule: expected one of {RULES}, got {show_value(self.rule)}")
+        check_one_of("rule", self.rule, RULES)
         start = self.start
         if start is None or torch.compiler.is_compiling():  # values are symbolic while compiling
             return

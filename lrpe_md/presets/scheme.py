@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_frequencies, check_precise, count_axes
+from ..checks import check_frequencies, check_precise, plural
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -541,7 +541,7 @@ class Preset:
             )
         if grid.num_axes == self.num_axes:
             return grid
-        axes = count_axes(self.num_axes)
+        axes = plural(self.num_axes, "axis")
         if len(shape) == self.num_axes:
             raise ValueError(
                 f"grid: expected positions with {axes}, like {self.name}'s frequencies, got "
