@@ -16,8 +16,8 @@ from .engine.inductor.private import are_transforms_active, is_tracing, num_disp
 __all__ = [
     "a_or_an", "as_integer", "can_read", "check_at_least", "check_dense", "check_frequencies", "check_offsets",
     "check_one_of", "check_precise", "check_reference", "describe_positions", "explain_unknown", "find_similar",
-    "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "plural", "read_count",
-    "repeat_over_layers", "show_value", "split_pair", "suggest",
+    "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "plural", "repeat_over_layers",
+    "show_value", "split_pair", "suggest",
 ]  # fmt: skip
 
 
@@ -70,14 +70,6 @@ def as_integer(value: Any) -> Any:
         return operator.index(value)
     except TypeError:
         return None
-
-
-def read_count(name: str, value: Any) -> Any:
-    """Return a non-negative integer-like value as an integer."""
-    number = as_integer(value)
-    if number is None or number < 0:
-        raise ValueError(f"{name}: expected a non-negative integer, got {show_value(value)}")
-    return number
 
 
 def fleeting() -> bool:

@@ -228,9 +228,7 @@ def axial_omega(
     check_map(axis_map, num_axes)
     if num_heads is not None and axis_map != "head":
         raise ValueError(f"num_heads: expected None unless axis_map is 'head', got {num_heads}")
-    number = num_blocks(axis_map, num_axes)
-    expected = f"gaps: expected {number + 1} channel counts (before, between and after {number} blocks)"
-    between = [0] * (number + 1) if gaps is None else _read_counts(expected, gaps, number + 1)
+    between = _gaps(gaps, num_blocks(axis_map, num_axes))
     thetas: list[Any] = list(theta) if isinstance(theta, (tuple, list)) else [theta]
     for t in thetas:
         check_dense("theta", t, "(E,) or (H, E), or one for each axis")
@@ -313,6 +311,11 @@ def _axis_per_head(
         heads.append(laid.expand(number, -1, -1))
     omega = torch.cat(heads)
     return F.pad(omega, (0, 0, 0, 0, 0, num_heads - omega.shape[0]))
+
+
+def _gaps(gaps: Sequence[int] | None, blocks: int) -> list[int]:
+    expected = f"gaps: expected {blocks + 1} channel counts (before, between and after {blocks} blocks)"
+    return [0] * (blocks + 1) if gaps is None else _read_counts(expected, gaps, blocks + 1)
 
 
 def _read_counts(expected: str, counts: Any, number: int) -> list[int]:

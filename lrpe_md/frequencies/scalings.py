@@ -194,7 +194,7 @@ def dype_yarn_scaling(
         return theta, 1.0
     scaled = theta / factor
     for faster, turns in ((_stretch(theta, factor), interpolated), (theta, kept)):
-        _, low, high = _locate(theta, original_length, turns[::-1], share.log())
+        _, low, high = _locate(theta, original_length, (turns[1], turns[0]), share.log())
         high = high.ceil().clamp_max(theta.shape[-1])
         ramp = 1 - _ramp(theta, low.floor().clamp_min(0).minimum(high), high)
         scaled = scaled * (1 - ramp) + faster * ramp

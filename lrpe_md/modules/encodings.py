@@ -30,7 +30,7 @@ from ..positions.grid import Grid
 from ..positions.sequences import text_positions
 from ..presets.registry import preset as make_preset
 from ..presets.scheme import Axial, Preset, Scheme
-from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, warn_of_shared_heads
+from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, check_broadcast, warn_of_shared_heads
 from .xpos import check_scale, scale_xpos
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
@@ -252,12 +252,8 @@ class Rotate1d(RotateMd):
                 "amplitude: expected 1, because the module was built without an amplitude; to change the amplitude "
                 "later, build the module with amplitude=1.0"
             )
-        if isinstance(gain, Tensor) and isinstance(amplitude, Tensor):
-            try:
-                amplitude.expand_as(gain)
-            except RuntimeError:
-                expected = tuple(gain.shape)
-                raise ValueError(f"amplitude: expected {expected}, got {tuple(amplitude.shape)}") from None
+        if gain is not None:
+            check_broadcast("amplitude", amplitude, gain.shape)
         name, shape = next(((n, s) for n, s in self.shapes.items() if n.endswith("theta")), ("", None))
         if shape is None and omega.shape[0] not in (1, self.omega.shape[0]):
             raise ValueError(
@@ -271,16 +267,11 @@ class Rotate1d(RotateMd):
                 raise ValueError(
                     f"theta: expected the shape of the learned frequencies, {tuple(shape)}, got {tuple(theta.shape)}"
                 )
-            state = {"theta": theta.to(self.get_parameter(name))}
-            self.load_state_dict(state, strict=False)
-        else:
-            for name in ("omega", "trained_omega"):
-                if name in self._buffers:
-                    self.get_buffer(name).copy_(omega)
-        for name in ("amplitude", "trained_amplitude") if isinstance(gain, Tensor) else ():
-            if name in self._buffers:
-                own = self.get_buffer(name)
-                own.copy_(amplitude) if isinstance(amplitude, Tensor) else own.fill_(amplitude)
+            self.load_state_dict({"theta": theta.to(self.get_parameter(name))}, strict=False)
+        for name, value in (("omega", omega), ("amplitude", amplitude)):
+            for own in (self._buffers.get(name), self._buffers.get(f"trained_{name}")):
+                if own is not None:
+                    own.copy_(value) if isinstance(value, Tensor) else own.fill_(value)
 
     def _axes_advice(self, positions: Any, found: int) -> str:
         return f"; use RotateMd(head_dim, num_axes={found})"

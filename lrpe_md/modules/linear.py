@@ -17,6 +17,7 @@ from ..engine.linear.validate import TensorArguments, check_decay_range, check_e
 from ..functional_linear import linear_attention
 from ..norm import Norm
 from ..positions.sequences import text_positions
+from .base import PreciseModule
 from .encodings import Rotate1d
 
 __all__ = ["HeadDecay", "LinearAttention", "Memory", "attend_with"]
@@ -24,7 +25,7 @@ __all__ = ["HeadDecay", "LinearAttention", "Memory", "attend_with"]
 DecayName = Literal["retnet", "lightning"]
 
 
-class HeadDecay(nn.Module):
+class HeadDecay(PreciseModule):
     """Fixed or learned decay factors (H,) for :class:`LinearAttention`, one per key head.
 
     Args:
@@ -62,34 +63,14 @@ class HeadDecay(nn.Module):
                 raise ValueError(
                     "initial: expected decays below 1 with learnable=True, got 1, which a sigmoid never reaches"
                 )
-            self.register_parameter("logit", nn.Parameter(self._value().to(device or torch.get_default_device())))
+            self.register_parameter("logit", nn.Parameter(self._initial("logit", device)))
         else:
-            self.register_buffer("decay", self._value().to(device or torch.get_default_device()), persistent=False)
+            self.register_buffer("decay", self._initial("decay", device), persistent=False)
+        self._mark()
 
-    def _value(self) -> Tensor:
-        if not self.learnable:
-            return self.initial.float()
-        return self.initial.clamp_max(1 - 2.0**-12).logit().float()
-
-    def reset_parameters(self) -> None:
-        """Reset the decays to their initial values, in place."""
-        with torch.no_grad():
-            (self.logit if self.learnable else self.decay).copy_(self._value())
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        def exact(t: Tensor) -> Tensor:
-            out = fn(t)
-            return out if out.dtype == t.dtype else t.to(out.device)
-
-        was_meta = (self.logit if self.learnable else self.decay).is_meta
-        super()._apply(exact, recurse)
-        if was_meta and not (self.logit if self.learnable else self.decay).is_meta:
-            self.reset_parameters()
-        return self
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay."""
-        return {name for name, _ in self.named_parameters(recurse=False)}
+    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        values = self.initial if name == "decay" else self.initial.clamp_max(1 - 2.0**-12).logit()
+        return values.to(device or torch.get_default_device(), torch.float32)
 
     def forward(self) -> Tensor:
         """Return the decay (H,)."""

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_precise, is_real, read_count, show_value
+from ..checks import as_integer, check_dense, check_precise, is_real, show_value
 from ..engine.inductor.private import are_transforms_active, assert_async, num_dispatch_modes
 
 __all__ = [
     "Bound", "Coordinates", "PerAxis", "Rules", "check_axes", "check_index", "check_reach", "larger", "per_axis",
-    "smaller",
+    "read_counts", "smaller",
 ]  # fmt: skip
 
 PerAxis = float | Sequence[float] | Tensor
@@ -108,8 +108,7 @@ class Coordinates(Rules):
                 "coords: expected integers, float32 or float64 (16 bits are too coarse for distant tokens), got "
                 f"{self.coords.dtype}"
             )
-        for name in ("prefix", "suffix"):
-            object.__setattr__(self, name, read_count(name, getattr(self, name)))
+        read_counts(self, "prefix", "suffix")
         if self.rotated is not None:
             if not isinstance(self.rotated, Tensor):
                 raise TypeError(f"rotated: expected a boolean tensor, got {type(self.rotated).__name__}")
@@ -225,6 +224,16 @@ class Coordinates(Rules):
         soon = not self.coords.is_cuda  # a copy to the CPU must finish before the values are used
         rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
         return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
+
+
+def read_counts(positions: Rules, *names: str) -> None:
+    """Convert fields to non-negative integers."""
+    for name in names:
+        value = getattr(positions, name)
+        number = as_integer(value)
+        if number is None or number < 0:
+            raise ValueError(f"{name}: expected a non-negative integer, got {show_value(value)}")
+        object.__setattr__(positions, name, number)
 
 
 def check_axes(axes: Sequence[int | None], num_axes: int) -> None:

@@ -17,15 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import (
-    as_integer,
-    check_at_least,
-    check_offsets,
-    check_one_of,
-    check_precise,
-    describe_positions,
-    show_value,
-)
+from ..checks import as_integer, check_at_least, check_offsets, check_precise, describe_positions, show_value
 from .coordinates import check_reach, larger
 from .grid import Coordinates, Grid, offset_positions
 
@@ -59,7 +51,8 @@ class Tokens:
         for name, number in (("length", self.length), ("axis", self.axis)):
             if isinstance(number, bool) or as_integer(number) is None or number < 0:
                 raise ValueError(f"{name}: expected a non-negative integer, got {show_value(number)}")
-        check_one_of("rule", self.rule, RULES)
+        if self.rule not in RULES:
+            raise ValueError(f"rule: expected one of {RULES}, got {show_value(self.rule)}")
         start = self.start
         if start is None or torch.compiler.is_compiling():  # values are symbolic while compiling
             return
@@ -355,36 +348,36 @@ def zigzag(
 
 
 def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
-    for i, segment in enumerate(segments):
+    parts = [segment.grid if isinstance(segment, (After, Before)) else segment for segment in segments]
+    for i, (segment, part) in enumerate(zip(segments, parts, strict=True)):
         if not isinstance(segment, Segment):
             is_number = type(segment) is int
             found = f"{segment}; pass Tokens({segment})" if is_number else describe_positions(segment)
             raise TypeError(f"segments: expected Tokens, Grid, After, Before or Coordinates at index {i}, got {found}")
-        if isinstance(segment, Tokens):
-            continue
-        part = segment.grid if isinstance(segment, (After, Before)) else segment
-        found = part.num_axes
-        _check_known("segments", part, i)
-        if num_axes is None:
-            num_axes = found
-        if found != num_axes:
-            raise ValueError(f"segments: expected {num_axes} axes in each segment, got {found} at index {i}")
+        if not isinstance(part, Tokens):
+            num_axes = _check_part("segments", part, num_axes, i)
     if num_axes is None:
         raise ValueError("num_axes: expected a number if no segment is a grid, got None")
     for i, segment in enumerate(segments):
         axes: tuple[int, ...] = ()
         if isinstance(segment, Tokens) and segment.rule == "axis":
             axes = (segment.axis,)
-        elif isinstance(segment, After):
-            axes = (*(segment.axes or ()), *(segment.advance or ()))
-        elif isinstance(segment, Before):
-            axes = segment.axes or ()
+        elif isinstance(segment, (After, Before)):
+            axes = (*(segment.axes or ()), *(getattr(segment, "advance", None) or ()))
         if any(not 0 <= axis < num_axes for axis in axes):
             raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} at index {i}")
-        table = segment.grid if isinstance(segment, (After, Before)) else segment
-        if isinstance(table, Coordinates) and table.coords.ndim != 2:
-            raise ValueError(f"segments: expected coords of shape (N, K), got {tuple(table.coords.shape)} at index {i}")
     return num_axes
+
+
+def _check_part(name: str, part: Grid | Coordinates, num_axes: int | None, i: int) -> int:
+    """Check that part ``i`` has positions (N, K) that don't depend on an origin, and return its number of axes."""
+    if isinstance(part, Grid) and part.origin is not None:
+        raise ValueError(f"{name}: expected positions without an origin tensor, got a Grid with one at index {i}")
+    if isinstance(part, Coordinates) and part.coords.ndim != 2:
+        raise ValueError(f"{name}: expected coords of shape (N, K), got {tuple(part.coords.shape)} at index {i}")
+    if num_axes not in (None, part.num_axes):
+        raise ValueError(f"{name}: expected {num_axes} axes in each {name[:-1]}, got {part.num_axes} at index {i}")
+    return part.num_axes
 
 
 def _length(segment: Segment) -> int:
@@ -462,21 +455,10 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
     for i, sample in enumerate(samples):
         if not isinstance(sample, (Grid, Coordinates)):
             raise TypeError(f"samples: expected a Grid or Coordinates at index {i}, got {describe_positions(sample)}")
-        _check_known("samples", sample, i)
-        if isinstance(sample, Coordinates) and sample.coords.ndim != 2:
-            raise ValueError(f"samples: expected coords of shape (N, K), got {tuple(sample.coords.shape)} at index {i}")
-        if sample.num_axes != samples[0].num_axes:
-            raise ValueError(
-                f"samples: expected {samples[0].num_axes} axes in each sample, got {sample.num_axes} at index {i}"
-            )
+        _check_part("samples", sample, samples[0].num_axes, i)
     if device is None:
         device = next((s.coords.device for s in samples if isinstance(s, Coordinates)), "cpu")
     return [s.explicit(device).explicit() if isinstance(s, Grid) else s.to(device).explicit() for s in samples]
-
-
-def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
-    if isinstance(part, Grid) and part.origin is not None:
-        raise ValueError(f"{name}: expected positions without an origin tensor, got a Grid with one at index {i}")
 
 
 def _join(parts: Sequence[Coordinates]) -> Coordinates:
