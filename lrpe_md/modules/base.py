@@ -600,7 +600,11 @@ class FrequencyModule(PreciseModule):
         text += f", learnable={self.learnable!r}" if self.learnable else ""
         if self.phase is not None:
             text += f", phase={'k' if self.keys_alone else True!r}"
-        return text + (f", phase_groups={self.phase_groups}" if self.phase_groups > 1 else "")
+        text += f", phase_groups={self.phase_groups}" if self.phase_groups > 1 else ""
+        text += f", pairs={self.pairs!r}" if self.map == "rotate" else ""
+        text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
+        text += ", amplitude=True" if self.gain is not None else ""
+        return text + (f", act={self.act!r}" if self.act != "none" else "")
 
 
 class SeriesModule(FrequencyModule):
@@ -672,7 +676,7 @@ class SeriesModule(FrequencyModule):
         return f"frequencies={self.frequencies!r}, base={self.base:g}"
 
     def extra_repr(self) -> str:
-        text = f"num_axes={self.num_axes}, {self._series_repr()}"
+        text = f"head_dim={self.head_dim}, num_axes={self.num_axes}, {self._series_repr()}"
         if self.frequencies == "axial" and self.num_axes > 1:
             text += f", axis_order={self.axis_order!r}"
         return text + super().extra_repr()

@@ -97,10 +97,6 @@ class CosineMd(SeriesModule):
             device=device, dtype=dtype,
         )  # fmt: skip
 
-    def extra_repr(self) -> str:
-        text = f"head_dim={self.head_dim}, {super().extra_repr()}, act={self.act!r}"
-        return text + (f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else "")
-
 
 class RotateMd(SeriesModule):
     """Apply :func:`lrpe_md.rotate` to q and k (B, H, N, D) with the module's own frequencies.
@@ -164,12 +160,6 @@ class RotateMd(SeriesModule):
             axis_order=axis_order, phase=phase, seed=seed, act=act, dim=dim, impl=impl, device=device, dtype=dtype,
             amplitude=amplitude,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        text = f"head_dim={self.head_dim}, {super().extra_repr()}, pairs={self.pairs!r}"
-        text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
-        text += ", amplitude=True" if self.gain is not None else ""
-        return text + (f", act={self.act!r}" if self.act != "none" else "")
 
 
 class Rotate1d(RotateMd):
@@ -493,9 +483,7 @@ class PresetMd(FrequencyModule):
         text += f", num_axes={self.num_axes}"
         if isinstance(frequencies, Axial) and frequencies.has_axis_order:
             text += f", axis_order={frequencies.axis_order!r}"
-        text += super().extra_repr() + (f", pairs={self.pairs!r}" if self.map == "rotate" else "")
-        text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
-        return text + (f", act={self.act!r}" if self.act != "none" else "")
+        return text + super().extra_repr()
 
 
 def _name_positions(grid: Grid) -> str:

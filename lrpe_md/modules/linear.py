@@ -248,23 +248,18 @@ def attend_with(
     v: Tensor,
     positions: Any = None,
     *,
-    normalizer: NormalizerName = "unrotated",
     gate: Tensor | None = None,
-    is_causal: bool = False,
-    block: int | None = None,
     cu_seqlens: Tensor | None = None,
     state: State | tuple[Tensor] | None = None,
-    return_state: bool = False,
     decay: Tensor | None = None,
-    rule: Rule = "add",
-    directions: Directions = "forward",
-    eps: float = 1e-6,
     norm: Norm | None = None,
     act: Act | None = None,
+    **options: Any,
 ) -> Any:
     """Compute :class:`LinearAttention` with an encoding that belongs to another module.
 
     act: activation to use instead of the encoding's. This requires an encoding with ``describe()``.
+    options: other arguments of :func:`lrpe_md.linear_attention`.
     """
     call: Any = encoding
     if positions is None and isinstance(encoding, Rotate1d) and isinstance(q, Tensor) and q.ndim == 4:
@@ -276,20 +271,16 @@ def attend_with(
         positions = text_positions(q, 0, cu_seqlens, encoding.dim)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions
     if encoding is not None and not getattr(encoding, "describes", False):
-        options = LinearOptions(
-            None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), normalizer=normalizer,
-            is_causal=is_causal, block=block, eps=eps, return_state=return_state, rule=rule, directions=directions,
-        )  # fmt: skip
+        own_options = LinearOptions(None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), **options)
         given = TensorArguments(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
-        return run_encoded(options, given, call, positions, norm)
+        return run_encoded(own_options, given, call, positions, norm)
 
     def attend(own: Description, q: Tensor, k: Tensor) -> Any:
         own = own if norm is None else own._replace(norm=norm)
         own = own if act is None else own._replace(act=act, dim=None)
         return linear_attention(
-            q, k, v, positions=positions, normalizer=normalizer, gate=gate, is_causal=is_causal, block=block,
-            cu_seqlens=cu_seqlens, state=state, return_state=return_state, decay=decay, rule=rule,
-            directions=directions, eps=eps, **own._asdict(),
+            q, k, v, positions=positions, gate=gate, cu_seqlens=cu_seqlens, state=state, decay=decay, **options,
+            **own._asdict(),
         )  # fmt: skip
 
     if encoding is None:
