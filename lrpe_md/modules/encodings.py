@@ -290,14 +290,9 @@ class Rotate1d(RotateMd):
             offset, cu_seqlens: see :func:`lrpe_md.lrpe_rotate_1d`.
             positions: explicit positions instead of offset and cu_seqlens: a :class:`Grid` or coordinates on one axis,
                 a pair (for q, for k), or the result of :func:`lrpe_md.pack` for tokens (N, H, D).
-            qkv, num_key_heads: q, k and v in one tensor, instead of xs; see :func:`lrpe_md.rotate`.
-            inverse: rotate by -Θ.
-            norm: see :meth:`RotateMd.forward`.
-            out, out_start: where to write the result, such as a static key cache; see :func:`lrpe_md.rotate`. xPos does
-                not support them.
-            attend: see :meth:`RotateMd.forward`.
 
-        The result is differentiable with respect to xs and a learned theta.
+        The other arguments are the same as for :meth:`RotateMd.forward`. xPos does not support ``out``, ``out_start``
+        and ``inverse``. The result is differentiable with respect to xs and a learned theta.
 
         Raises:
             ValueError, TypeError: for an invalid argument, before a kernel is launched.

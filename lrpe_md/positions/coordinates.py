@@ -71,10 +71,6 @@ class Rules:
                 return False
         return True
 
-    def __hash__(self) -> int:
-        """Hash the non-tensor fields."""
-        raise NotImplementedError  # overridden by Grid and Coordinates
-
 
 @dataclass(frozen=True, eq=False)
 class Coordinates(Rules):

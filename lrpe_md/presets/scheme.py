@@ -399,10 +399,7 @@ class Preset:
     @property
     def pairs(self) -> Any:
         """``pairs`` argument for :func:`lrpe_md.rotate`."""
-        if self.scheme.pairs != "blocks":
-            return self.scheme.pairs
-        assert self.blocks is not None
-        return self.blocks
+        return self.blocks if self.scheme.pairs == "blocks" else self.scheme.pairs
 
     @property
     def options(self) -> dict[str, Any]:
