@@ -26,7 +26,7 @@ from ..checks import (
 )
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import explain_missing, find_positional
-from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy_layout
+from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy_layout, rotary_slice
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
 from ..engine.linear.call import Description
@@ -491,18 +491,12 @@ class FrequencyModule(PreciseModule):
             return self._attend(attend, xs, positions, norm, out)
         if positions is None:
             raise TypeError(find_positional(xs, "positions") or explain_missing(self.get_omega()))
-        if qkv is not None or num_key_heads is not None:
-            again = partial(
-                FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm, out_start=out_start
-            )
-            return encode_qkv(again, xs, qkv, num_key_heads, out)
-        if type(positions) is Packed:
+        if qkv is not None or num_key_heads is not None or type(positions) is Packed:
+            again = partial(FrequencyModule.forward, self, inverse=inverse, norm=norm, out_start=out_start)
+            if type(positions) is not Packed or qkv is not None or num_key_heads is not None:
+                return encode_qkv(partial(again, positions=positions), xs, qkv, num_key_heads, out)
             where = unpack_positions(positions, self.dim)
-            again = partial(
-                FrequencyModule.forward, self, positions=where, inverse=inverse, norm=norm, out_start=out_start,
-                out=order_outs(out, xs),
-            )  # fmt: skip
-            return encode_packed(again, xs, where.num_tokens)
+            return encode_packed(partial(again, positions=where, out=order_outs(out, xs)), xs, where.num_tokens)
         if inverse and self.map == "cosine":
             raise ValueError("inverse: expected False for the cosine map, which has no inverse, got True")
         try:
@@ -612,16 +606,21 @@ class SeriesModule(FrequencyModule):
 
     def __init__(
         self,
-        num_channels: int,
+        head_dim: int,
         num_axes: int,
         num_heads: int,
         *,
+        rotary_dim: int | slice | None,
         frequencies: Frequencies,
         base: float | None,
         axis_order: AxisOrder,
         seed: int,
         **kwargs: Any,
     ) -> None:
+        check_at_least(1, head_dim=head_dim)
+        self.head_dim, self.rotary_dim = head_dim, rotary_dim
+        _, width = rotary_slice(rotary_dim, head_dim, even=self.map == "rotate")
+        num_channels = width // 2 if self.map == "rotate" else width
         if not callable(frequencies) and frequencies not in ("axial", "mixed"):
             raise ValueError(
                 "frequencies: expected 'axial', 'mixed' or a function (channels, heads, seed) -> omega, "

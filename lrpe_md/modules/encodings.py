@@ -10,18 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_dense, check_frequencies, plural
-from ..engine.encode.validate import (
-    WHOLE_PACK,
-    Act,
-    Impl,
-    Order,
-    Pairs,
-    Positions,
-    check_input,
-    check_pairs,
-    rotary_slice,
-)
+from ..checks import check_dense, check_frequencies, plural
+from ..engine.encode.validate import WHOLE_PACK, Act, Impl, Pairs, Positions, check_input, check_pairs, rotary_slice
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..frequencies.axial import AxisOrder, sequence_omega
 from ..norm import Norm
@@ -88,13 +78,10 @@ class CosineMd(SeriesModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        check_at_least(1, head_dim=head_dim)
-        self.head_dim, self.rotary_dim = head_dim, rotary_dim
-        _, width = rotary_slice(rotary_dim, head_dim, even=False)
         super().__init__(
-            width, num_axes, num_heads, frequencies=frequencies, base=base, learnable=learnable,
-            axis_order=axis_order, phase=phase, phase_groups=phase_groups, seed=seed, act=act, dim=dim, impl=impl,
-            device=device, dtype=dtype,
+            head_dim, num_axes, num_heads, rotary_dim=rotary_dim, frequencies=frequencies, base=base,
+            learnable=learnable, axis_order=axis_order, phase=phase, phase_groups=phase_groups, seed=seed, act=act,
+            dim=dim, impl=impl, device=device, dtype=dtype,
         )  # fmt: skip
 
 
@@ -150,16 +137,13 @@ class RotateMd(SeriesModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        check_at_least(1, head_dim=head_dim)
-        _, width = rotary_slice(rotary_dim, head_dim)
-        check_pairs(pairs, width // 2)
-        self.head_dim, self.rotary_dim = head_dim, rotary_dim
         self.pairs: Pairs = pairs
         super().__init__(
-            width // 2, num_axes, num_heads, frequencies=frequencies, base=base, learnable=learnable,
-            axis_order=axis_order, phase=phase, seed=seed, act=act, dim=dim, impl=impl, device=device, dtype=dtype,
-            amplitude=amplitude,
+            head_dim, num_axes, num_heads, rotary_dim=rotary_dim, frequencies=frequencies, base=base,
+            learnable=learnable, axis_order=axis_order, phase=phase, seed=seed, act=act, dim=dim, impl=impl,
+            device=device, dtype=dtype, amplitude=amplitude,
         )  # fmt: skip
+        check_pairs(pairs, self.num_channels)
 
 
 class Rotate1d(RotateMd):
@@ -403,7 +387,7 @@ class PresetMd(FrequencyModule):
         if scheme.map == "rotate":
             self.pairs: Pairs = preset.pairs
         else:
-            self.order: Order = scheme.order
+            self.order = scheme.order
         self.rotary_dim = preset.rotary_dim
         self.phase_range = scheme.phase_range
         self.axial = isinstance(scheme.frequencies, Axial)
