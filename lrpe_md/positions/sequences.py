@@ -163,17 +163,15 @@ def compose(
     check_precise("dtype", dtype)
     if num_axes is not None:
         check_at_least(1, num_axes=num_axes)
-    num_axes = _num_axes(segments, num_axes)
-    lengths = [_length(segment) for segment in segments]
+    num_axes, lengths = _check_segments(segments, num_axes)
     total = sum(lengths)
     if num_tokens is not None and total != num_tokens:
-        raise ValueError(
-            f"num_tokens: expected the segments to add up to {num_tokens}, got {_format_sum(lengths)} = {total}"
-        )
+        added = " + ".join(map(str, lengths))
+        raise ValueError(f"num_tokens: expected the segments to add up to {num_tokens}, got {added} = {total}")
     end = total if length is None else start + length
     if not 0 <= start <= end <= total:
         raise ValueError(
-            f"start, length: expected a slice of the {total} tokens ({_format_sum(lengths)}), "
+            f"start, length: expected a slice of the {total} tokens ({' + '.join(map(str, lengths))}), "
             f"got start={start}, length={length}"
         )
     device = torch.device(device)
@@ -347,7 +345,8 @@ def zigzag(
     return _join([_rows(positions, chunk * length, length, positions.num_axes, device) for chunk in chunks])
 
 
-def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
+def _check_segments(segments: Sequence[Segment], num_axes: int | None) -> tuple[int, list[int]]:
+    """Check the segments, and return the number of axes and each segment's number of tokens."""
     parts = [segment.grid if isinstance(segment, (After, Before)) else segment for segment in segments]
     for i, (segment, part) in enumerate(zip(segments, parts, strict=True)):
         if not isinstance(segment, Segment):
@@ -366,7 +365,7 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
             axes = (*(segment.axes or ()), *(getattr(segment, "advance", None) or ()))
         if any(not 0 <= axis < num_axes for axis in axes):
             raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} at index {i}")
-    return num_axes
+    return num_axes, [part.length if isinstance(part, Tokens) else part.num_tokens for part in parts]
 
 
 def _check_part(name: str, part: Grid | Coordinates, num_axes: int | None, i: int) -> int:
@@ -378,16 +377,6 @@ def _check_part(name: str, part: Grid | Coordinates, num_axes: int | None, i: in
     if num_axes not in (None, part.num_axes):
         raise ValueError(f"{name}: expected {num_axes} axes in each {name[:-1]}, got {part.num_axes} at index {i}")
     return part.num_axes
-
-
-def _length(segment: Segment) -> int:
-    if isinstance(segment, Tokens):
-        return segment.length
-    return segment.grid.num_tokens if isinstance(segment, (After, Before)) else segment.num_tokens
-
-
-def _format_sum(lengths: Sequence[int]) -> str:
-    return " + ".join(map(str, lengths))
 
 
 def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Grid | Coordinates, float]:
