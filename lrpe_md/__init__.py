@@ -12,20 +12,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from .names import *  # noqa: F403
 
 if TYPE_CHECKING:  # resolved by __getattr__
-    from .document import lrpe_cosine_md as lrpe_cosine_md
-    from .document import lrpe_cosine_md_bwd_triton as lrpe_cosine_md_bwd_triton
-    from .document import lrpe_cosine_md_cache_bwd_triton as lrpe_cosine_md_cache_bwd_triton
-    from .document import lrpe_cosine_md_cache_fwd_triton as lrpe_cosine_md_cache_fwd_triton
-    from .document import lrpe_cosine_md_cache_triton as lrpe_cosine_md_cache_triton
-    from .document import lrpe_cosine_md_fwd_triton as lrpe_cosine_md_fwd_triton
-    from .document import lrpe_cosine_md_torch as lrpe_cosine_md_torch
-    from .document import lrpe_cosine_md_triton as lrpe_cosine_md_triton
-    from .document import lrpe_rotate_1d as lrpe_rotate_1d
-    from .document import lrpe_rotate_1d_bwd_triton as lrpe_rotate_1d_bwd_triton
-    from .document import lrpe_rotate_1d_fwd_triton as lrpe_rotate_1d_fwd_triton
-    from .document import lrpe_rotate_1d_torch as lrpe_rotate_1d_torch
-    from .document import lrpe_rotate_1d_triton as lrpe_rotate_1d_triton
-    from .document import lrpe_rotate_md as lrpe_rotate_md
+    from .document import *  # noqa: F403
     from .integrations import adapt as adapt
     from .integrations import adapt_attention as adapt_attention
     from .integrations import adapt_rotary as adapt_rotary

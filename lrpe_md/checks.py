@@ -15,8 +15,8 @@ from .engine.inductor.private import are_transforms_active, is_tracing, num_disp
 
 __all__ = [
     "a_or_an", "as_integer", "can_read", "check_at_least", "check_dense", "check_frequencies", "check_offsets",
-    "check_one_of", "check_precise", "check_reference", "count_axes", "describe_positions", "explain_unknown",
-    "find_similar", "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "repeat_over_layers",
+    "check_one_of", "check_precise", "check_reference", "describe_positions", "explain_unknown", "find_similar",
+    "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "plural", "repeat_over_layers",
     "show_value", "split_pair", "suggest",
 ]  # fmt: skip
 
@@ -56,9 +56,9 @@ def invalid_positions(value: Any) -> TypeError:
     return TypeError(f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {found}")
 
 
-def count_axes(number: int) -> str:
-    """Format a number of axes, such as "1 axis" or "2 axes"."""
-    return f"{number} {'axis' if number == 1 else 'axes'}"
+def plural(number: int, noun: str) -> str:
+    """Format a number with its noun, such as "1 step", "1200 steps" or "2 axes"."""
+    return f"{number} {noun if number == 1 else 'axes' if noun == 'axis' else f'{noun}s'}"
 
 
 def or_one(number: int) -> str:

@@ -29,21 +29,11 @@ from .positions.grid import Grid
 from .positions.sequences import text_positions
 
 __all__ = [
-    "lrpe_cosine_md",
-    "lrpe_cosine_md_bwd_triton",
-    "lrpe_cosine_md_cache_bwd_triton",
-    "lrpe_cosine_md_cache_fwd_triton",
-    "lrpe_cosine_md_cache_triton",
-    "lrpe_cosine_md_fwd_triton",
-    "lrpe_cosine_md_torch",
-    "lrpe_cosine_md_triton",
-    "lrpe_rotate_1d",
-    "lrpe_rotate_1d_bwd_triton",
-    "lrpe_rotate_1d_fwd_triton",
-    "lrpe_rotate_1d_torch",
-    "lrpe_rotate_1d_triton",
-    "lrpe_rotate_md",
-]
+    "lrpe_cosine_md", "lrpe_cosine_md_bwd_triton", "lrpe_cosine_md_cache_bwd_triton",
+    "lrpe_cosine_md_cache_fwd_triton", "lrpe_cosine_md_cache_triton", "lrpe_cosine_md_fwd_triton",
+    "lrpe_cosine_md_torch", "lrpe_cosine_md_triton", "lrpe_rotate_1d", "lrpe_rotate_1d_bwd_triton",
+    "lrpe_rotate_1d_fwd_triton", "lrpe_rotate_1d_torch", "lrpe_rotate_1d_triton", "lrpe_rotate_md",
+]  # fmt: skip
 
 
 def lrpe_cosine_md(
@@ -66,7 +56,8 @@ def lrpe_cosine_md(
 
     Other arguments, differentiability and errors are the same as in :func:`lrpe_md.cosine`.
     """
-    return cosine(x, impl=impl, act=act, dim=dim, **_cosine_md(x, theta, shape, l, axis_order))
+    omega, grid = _lay_out(theta, x.shape[-1], shape=shape, l=l, axis_order=axis_order)
+    return cosine(x, omega=omega, positions=grid, act=act, dim=dim, impl=impl)
 
 
 lrpe_cosine_md_torch = partial(lrpe_cosine_md, impl="reference")
@@ -160,8 +151,8 @@ def lrpe_rotate_1d(
             pairs=pairs, amplitude=amplitude, inverse=inverse, impl=impl,
         )  # fmt: skip
         return encode_packed(lambda *views: again(views[0] if len(views) == 1 else views), xs)
-    omega, positions = _rotate_1d(xs, theta, offset, cu_seqlens, dim, rotary_dim)
-    omega = -omega if inverse else omega
+    where: Any = {"offset": offset, "cu_seqlens": cu_seqlens, "inverse": inverse}
+    omega, positions = _place_text(xs, theta, dim, rotary_dim, **where)
     options = Options("rotate", act, dim, pairs, rotary_dim, impl=impl)
     return run_encoding(options, xs, omega, positions, amplitude=amplitude)
 
@@ -198,21 +189,20 @@ def lrpe_rotate_md(
     With ``inverse``, rotate by -Θ. The other arguments are the same as in :func:`lrpe_cosine_md`. Source: the axial
     form of RoPE-ViT (arXiv 2403.13298).
     """
-    grid = Grid(shape, prefix=l)
-    omega = axial_omega(theta, rotary_slice(None, x.shape[-1])[1] // 2, grid.num_axes, axis_order=axis_order)
+    omega, grid = _lay_out(theta, rotary_slice(None, x.shape[-1])[1] // 2, shape=shape, l=l, axis_order=axis_order)
     return rotate(x, omega=omega, positions=grid, pairs=pairs, act=act, dim=dim, inverse=inverse, impl=impl)
 
 
-def _cosine_md(
-    x: Tensor, theta: Tensor, shape: tuple[int, ...], l: int, axis_order: AxisOrder  # noqa: E741
-) -> dict:  # fmt: skip
+def _lay_out(
+    theta: Tensor, width: int, *, shape: tuple[int, ...], l: int = 0, axis_order: AxisOrder = "minor_first"  # noqa: E741
+) -> tuple[Tensor, Grid]:  # fmt: skip
     grid = Grid(shape, prefix=l)
-    return {"omega": axial_omega(theta, x.shape[-1], grid.num_axes, axis_order=axis_order), "positions": grid}
+    return axial_omega(theta, width, grid.num_axes, axis_order=axis_order), grid
 
 
-def _rotate_1d(
-    xs: tuple[Tensor, ...], theta: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None,
-    rotary_dim: int | slice | None,
+def _place_text(
+    xs: tuple[Tensor, ...], theta: Tensor, dim: int | None, rotary_dim: int | slice | None, *,
+    offset: int | Tensor = 0, cu_seqlens: Tensor | None = None, inverse: bool = False,
 ) -> tuple[Tensor, Positions]:  # fmt: skip
     for x in xs:
         check_input("x", x, x, packed="cu_seqlens")
@@ -220,38 +210,19 @@ def _rotate_1d(
         name, expected, got = ("theta", "a tensor", theta) if xs else ("x", "one tensor or two (q, k)", xs)
         raise TypeError(f"{name}: expected {expected}, got {type(got).__name__}")
     num_heads, half = xs[-1].shape[1], rotary_slice(rotary_dim, xs[-1].shape[-1])[1] // 2
-    return sequence_omega(theta, half, num_heads), text_positions(xs[0], offset, cu_seqlens, dim)
+    omega = sequence_omega(theta, half, num_heads)
+    return -omega if inverse else omega, text_positions(xs[0], offset, cu_seqlens, dim)
 
 
-def _cosine_call(
-    x: Tensor,
-    theta: Tensor,
-    *,
-    shape: tuple[int, ...],
-    l: int = 0,  # noqa: E741
-    act: Act = "none",
-    dim: int | None = None,
-    axis_order: AxisOrder = "minor_first",
-) -> Call:
-    kwargs = _cosine_md(x, theta, shape, l, axis_order)
-    return validate(Options("cosine", act, dim), (x,), kwargs["omega"], kwargs["positions"])
+def _cosine_call(x: Tensor, theta: Tensor, *, act: Act = "none", dim: int | None = None, **grid: Any) -> Call:
+    return validate(Options("cosine", act, dim), (x,), *_lay_out(theta, x.shape[-1], **grid))
 
 
 def _rotate_call(
-    x: Tensor,
-    theta: Tensor,
-    *,
-    offset: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    act: Act = "none",
-    dim: int | None = None,
-    rotary_dim: int | slice | None = None,
-    pairs: Pairs = "half",
-    amplitude: float | Tensor | None = None,
-    inverse: bool = False,
-) -> Call:
-    omega, positions = _rotate_1d((x,), theta, offset, cu_seqlens, dim, rotary_dim)
-    omega = -omega if inverse else omega
+    x: Tensor, theta: Tensor, *, act: Act = "none", dim: int | None = None, rotary_dim: int | slice | None = None,
+    pairs: Pairs = "half", amplitude: float | Tensor | None = None, **where: Any,
+) -> Call:  # fmt: skip
+    omega, positions = _place_text((x,), theta, dim, rotary_dim, **where)
     return validate(Options("rotate", act, dim, pairs, rotary_dim), (x,), omega, positions, amplitude=amplitude)
 
 
@@ -268,23 +239,20 @@ def _backward(
         call = make_call(x, theta)
     spec, omega = call.spec, call.tables.omega
     use_triton("triton", x, (), is_transforming())
-    expected = (*x.shape[:3], spec.out_dim(x.shape[3]))
-    if tuple(do.shape) != expected or do.dtype != x.dtype or do.device != x.device:
-        raise ValueError(
-            f"do: expected shape {expected}, {x.dtype} on {x.device}, got {tuple(do.shape)}, {do.dtype} on {do.device}"
-        )
-    cached = (omega.shape[0], x.shape[2], omega.shape[1])
-    if theta_cache is not None and (
-        tuple(theta_cache.shape) != cached or theta_cache.dtype != torch.float32 or theta_cache.device != x.device
-    ):
-        raise ValueError(
-            f"theta_cache: expected shape {cached}, float32 on {x.device}, got {tuple(theta_cache.shape)}, "
-            f"{theta_cache.dtype} on {theta_cache.device}"
-        )
+    _check_like("do", do, (*x.shape[:3], spec.out_dim(x.shape[3])), x.dtype, x.device)
     if theta_cache is not None:
+        cached = (omega.shape[0], x.shape[2], omega.shape[1])
+        _check_like("theta_cache", theta_cache, cached, torch.float32, x.device)
         call = replace_angles(call, theta_cache, x.dtype)
     direct = is_direct((do, x, *call.tables, theta_cache))
     _, *stats = ENCODE.forward(call, (x,), (), direct) if spec.dim == -2 else (None,)
     dx, domega = ENCODE.backward(call, [do], [x], stats, Needs(omega=True), direct)
     (dtheta,) = torch.autograd.grad(omega, theta, domega)
     return dx, dtheta
+
+
+def _check_like(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if (tuple(t.shape), t.dtype, t.device) != (shape, dtype, device):
+        raise ValueError(
+            f"{name}: expected shape {shape}, {dtype} on {device}, got {tuple(t.shape)}, {t.dtype} on {t.device}"
+        )

@@ -19,30 +19,30 @@ __all__ = ["cosine", "rotate"]
 
 Outs = tuple[Tensor | None, Tensor | None] | None  # one output for q and one for k
 Places = Positions | Packed | tuple[Positions, Positions] | None
+Phases = Tensor | tuple[Tensor | None, Tensor | None] | None  # φ for both, or one for q and one for k
 CosSinTables = Tensor | Sequence[Tensor] | None  # cos + i sin, or cos and sin
 
 
 @overload
 def cosine(
-    x: Tensor, /, *, omega: Tensor | None = ..., positions: Positions | Packed | None = ...,
-    tables: CosSinTables = ..., prefix: int | None = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
-    dim: int | None = ..., phase: Tensor | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
-    norm: Norm | None = ..., out: Tensor | None = ..., out_start: Tensor | None = ..., impl: Impl = ...,
+    x: Tensor, /, *, omega: Tensor | None = ..., positions: Positions | Packed | None = ..., tables: CosSinTables = ...,
+    prefix: int | None = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
+    phase: Tensor | None = ..., amplitude: float | Tensor | None = ..., order: Order = ..., norm: Norm | None = ...,
+    out: Tensor | None = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cosine(
     q: Tensor, k: Tensor, /, *, omega: Tensor | None = ..., positions: Places = ..., tables: CosSinTables = ...,
     prefix: int | None = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
-    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    order: Order = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
+    phase: Phases = ..., amplitude: float | Tensor | None = ..., order: Order = ..., norm: Norm | None = ...,
+    out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def cosine(
     *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor | None = ..., positions: Places = ...,
     tables: CosSinTables = ..., prefix: int | None = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
-    dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
-    amplitude: float | Tensor | None = ..., order: Order = ..., norm: Norm | None = ..., out: Outs = ...,
-    out_start: Tensor | None = ..., impl: Impl = ...,
+    dim: int | None = ..., phase: Phases = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
+    norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def cosine(
     rotary_dim: int | slice | None = None,
     act: Act = "none",
     dim: int | None = None,
-    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    phase: Phases = None,
     amplitude: float | Tensor | None = None,
     order: Order = "cos_sin",
     norm: Norm | None = None,
@@ -154,27 +154,24 @@ def cosine(
 
 @overload
 def rotate(
-    x: Tensor, /, *, omega: Tensor | None = ..., positions: Positions | Packed | None = ...,
-    tables: CosSinTables = ..., prefix: int | None = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ...,
-    act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
-    amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., out: Tensor | None = ...,
-    out_start: Tensor | None = ..., impl: Impl = ...,
+    x: Tensor, /, *, omega: Tensor | None = ..., positions: Positions | Packed | None = ..., tables: CosSinTables = ...,
+    prefix: int | None = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
+    dim: int | None = ..., phase: Tensor | None = ..., amplitude: float | Tensor | None = ..., inverse: bool = ...,
+    norm: Norm | None = ..., out: Tensor | None = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rotate(
     q: Tensor, k: Tensor, /, *, omega: Tensor | None = ..., positions: Places = ..., tables: CosSinTables = ...,
     prefix: int | None = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
-    dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
-    amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., out: Outs = ...,
-    out_start: Tensor | None = ..., impl: Impl = ...,
+    dim: int | None = ..., phase: Phases = ..., amplitude: float | Tensor | None = ..., inverse: bool = ...,
+    norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rotate(
     *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor | None = ..., positions: Places = ...,
     tables: CosSinTables = ..., prefix: int | None = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ...,
-    act: Act = ..., dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
-    amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., out: Outs = ...,
-    out_start: Tensor | None = ..., impl: Impl = ...,
+    act: Act = ..., dim: int | None = ..., phase: Phases = ..., amplitude: float | Tensor | None = ...,
+    inverse: bool = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -190,7 +187,7 @@ def rotate(
     rotary_dim: int | slice | None = None,
     act: Act = "none",
     dim: int | None = None,
-    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    phase: Phases = None,
     amplitude: float | Tensor | None = None,
     inverse: bool = False,
     norm: Norm | None = None,

@@ -15,14 +15,14 @@ from .positions.sequences import Packed
 
 __all__ = ["linear_attention"]
 
-OnePosition = Positions | None
+Phases = Tensor | tuple[Tensor | None, Tensor | None] | None  # φ for both, or one for q and one for k
+LinearPositions = Positions | Packed | tuple[Positions | None, Positions | None] | None
 
 
 @overload
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, map: MapOrNone = ..., omega: Tensor | None = ...,
-    positions: OnePosition | Packed | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
-    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., pairs: Pairs = ...,
+    positions: LinearPositions = ..., act: Act = ..., dim: int | None = ..., phase: Phases = ..., pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
     block: int | None = ..., cu_seqlens: Tensor | None = ..., state: State | tuple[Tensor] | None = ...,
@@ -32,8 +32,7 @@ def linear_attention(
 @overload
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, map: MapOrNone = ..., omega: Tensor | None = ...,
-    positions: OnePosition | Packed | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
-    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., pairs: Pairs = ...,
+    positions: LinearPositions = ..., act: Act = ..., dim: int | None = ..., phase: Phases = ..., pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
     block: int | None = ..., cu_seqlens: Tensor | None = ..., state: State | tuple[Tensor] | None = ...,
@@ -43,8 +42,7 @@ def linear_attention(
 @overload
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, map: MapOrNone = ..., omega: Tensor | None = ...,
-    positions: OnePosition | Packed | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
-    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., pairs: Pairs = ...,
+    positions: LinearPositions = ..., act: Act = ..., dim: int | None = ..., phase: Phases = ..., pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
     block: int | None = ..., cu_seqlens: Tensor | None = ..., state: State | tuple[Tensor] | None = ...,
@@ -60,10 +58,10 @@ def linear_attention(
     *,
     map: MapOrNone = "cosine",
     omega: Tensor | None = None,
-    positions: OnePosition | Packed | tuple[OnePosition, OnePosition] = None,
+    positions: LinearPositions = None,
     act: Act = "relu",
     dim: int | None = None,
-    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    phase: Phases = None,
     pairs: Pairs = "half",
     rotary_dim: int | slice | None = None,
     amplitude: float | Tensor | None = None,

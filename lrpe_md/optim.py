@@ -50,17 +50,14 @@ def parameter_groups(
         if name != "phase"
     }
     groups: dict[str, dict[str, Any]] = {
-        "decay": {"lr": lr, "weight_decay": weight_decay},
-        "no_decay": {"lr": lr, "weight_decay": 0.0},
-        "frequencies": {"lr": rates["frequency_lr"], "weight_decay": 0.0},
+        "decay": {"params": [], "lr": lr, "weight_decay": weight_decay},
+        "no_decay": {"params": [], "lr": lr, "weight_decay": 0.0},
+        "frequencies": {"params": [], "lr": rates["frequency_lr"], "weight_decay": 0.0},
     }
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         marked = name in excluded or getattr(parameter, "_no_weight_decay", False)
-        if id(parameter) in frequencies:
-            members["frequencies"].append(parameter)
-        else:
-            members["no_decay" if marked or parameter.ndim < 2 else "decay"].append(parameter)
-    return [{"name": name, "params": members[name], **groups[name]} for name in groups if members[name]]
+        kind = "no_decay" if marked or parameter.ndim < 2 else "decay"
+        groups["frequencies" if id(parameter) in frequencies else kind]["params"].append(parameter)
+    return [{"name": name, **group} for name, group in groups.items() if group["params"]]

@@ -52,10 +52,10 @@ class Spec(NamedTuple):
     norm_offset: float = 0.0  # added to the norm's weight
 
     def out_dim(self, head_dim: int) -> int:
-        return MAPS[self.map].out_dim(head_dim, self.num_channels)
+        return head_dim + MAPS[self.map].widens * self.num_channels
 
     def head_dim(self, out_dim: int) -> int:
-        return MAPS[self.map].head_dim(out_dim, self.num_channels)
+        return out_dim - MAPS[self.map].widens * self.num_channels
 
 
 def widen(omega: Tensor) -> Tensor:
@@ -220,30 +220,19 @@ class Map(NamedTuple):
     """Map from x̄ to y. ``engine/kernels/encode.py`` has a branch for each map except "none"."""
 
     channels: Callable[[int], int]  # C, from the number of mapped channels
-    out_dim: Callable[[int, int], int]  # width of a head of y, from head_dim and C
-    head_dim: Callable[[int, int], int]  # width of a head of x, from that of y and C
     apply: Callable[[Tensor, Tensor, Tensor, Spec], Tensor]  # y from x̄, cos Θ, sin Θ
+    widens: bool = False  # y has C more channels than x
 
 
 MAPS: dict[str, Map] = {
     "cosine": Map(
-        channels=lambda width: width,
-        out_dim=lambda head_dim, channels: head_dim + channels,
-        head_dim=lambda out_dim, channels: out_dim - channels,
-        apply=lambda x_bar, cos, sin, spec: cosine(x_bar, cos, sin, spec.order, spec.rotary_start),
+        lambda width: width,
+        lambda x_bar, cos, sin, spec: cosine(x_bar, cos, sin, spec.order, spec.rotary_start),
+        widens=True,
     ),
-    "rotate": Map(
-        channels=lambda width: width // 2,
-        out_dim=lambda head_dim, channels: head_dim,
-        head_dim=lambda out_dim, channels: out_dim,
-        apply=rotate,
-    ),
-    "none": Map(  # no angles: for linear attention and its norm over all heads
-        channels=lambda width: 0,
-        out_dim=lambda head_dim, channels: head_dim,
-        head_dim=lambda out_dim, channels: out_dim,
-        apply=lambda x_bar, cos, sin, spec: x_bar,
-    ),
+    "rotate": Map(lambda width: width // 2, rotate),
+    # no angles: for linear attention and its norm over all heads
+    "none": Map(lambda width: 0, lambda x_bar, cos, sin, spec: x_bar),
 }
 
 

@@ -80,7 +80,7 @@ class Features(NamedTuple):
 class Normalizer(NamedTuple):
     """Definition of the normaliser z."""
 
-    feature: Callable[[Features], Tensor] | None  # z_n is q's feature times the sum of k's features; None if z is 1
+    feature: Callable[[Features], Tensor]  # z_n is q's feature times the sum of k's features; width 0 if z is 1
     divide: Callable[[Tensor, Tensor, float], Tensor]  # o from q̂ S (.., N, D_v), z (.., N, 1) and eps
 
 
@@ -92,7 +92,7 @@ def _divide_encoded(rows: Tensor, z: Tensor, eps: float) -> Tensor:
 NORMALIZERS: dict[str, Normalizer] = {
     "unrotated": Normalizer(lambda features: features.bar, lambda rows, z, eps: rows / z.clamp_min(eps)),
     "encoded": Normalizer(lambda features: features.hat, _divide_encoded),
-    "none": Normalizer(None, lambda rows, z, eps: rows),
+    "none": Normalizer(lambda features: features.hat[..., :0], lambda rows, z, eps: rows),
 }
 
 
@@ -177,35 +177,30 @@ def attend(
 
 
 class _Terms(NamedTuple):
-    """Factors of the products in linear attention. With normalizer "none", the fields for z are None."""
+    """Factors of the products in linear attention."""
 
     q: Tensor  # q̂ (B, H_q, .., Ê)
     k: Tensor  # β k̂ (B, H_k, .., Ê)
     v: Tensor  # (B, H_k, .., D_v)
-    z_q: Tensor | None  # q̄ or q̂
-    z_k: Tensor | None  # β k̄ or β k̂
-    keys: Tensor | None = None  # k̂, for the delta rule
-    z_keys: Tensor | None = None  # k̄ or k̂
+    z_q: Tensor  # q's feature for z
+    z_k: Tensor  # β times k's feature for z
 
     def map(self, function: Callable[[Tensor], Tensor]) -> _Terms:
-        return _Terms(*(None if t is None else function(t) for t in self))  # pyright: ignore[reportArgumentType]
+        return _Terms(*map(function, self))
 
 
 class _State(NamedTuple):
     """State (S, Σ) of linear attention."""
 
     products: Tensor
-    features: Tensor | None
+    features: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> _State:
-        return _State(function(self.products), None if self.features is None else function(self.features))
+        return _State(*map(function, self))
 
     def join(self, other: _State, function: Callable[..., Tensor], *args: Tensor) -> _State:
         """Combine the fields of two states with ``function(field, other_field, *args)``."""
-        features = None
-        if self.features is not None and other.features is not None:
-            features = function(self.features, other.features, *args)
-        return _State(function(self.products, other.products, *args), features)
+        return _State(*(function(own, theirs, *args) for own, theirs in zip(self, other, strict=True)))
 
     def add(self, other: _State) -> _State:
         return self.join(other, torch.add)
@@ -229,51 +224,39 @@ def attend_encoded(
     normalizer = NORMALIZERS[attention.normalizer]
     with no_autocast(v):
         wide = torch.promote_types(q.hat.dtype, torch.float32)
-        terms = _Terms(
-            q.hat, k.hat, v,
-            None if normalizer.feature is None else normalizer.feature(q),
-            None if normalizer.feature is None else normalizer.feature(k),
-        ).map(lambda t: t.to(wide))  # fmt: skip
-        if attention.rule == "delta":
-            terms = terms._replace(keys=terms.k, z_keys=terms.z_k)
+        terms = _Terms(q.hat, k.hat, v, normalizer.feature(q), normalizer.feature(k)).map(lambda t: t.to(wide))
+        keys = terms  # without the gate, for the delta rule
         if gate is not None:
             beta = _factors(gate, wide)
-            terms = terms._replace(k=beta * terms.k, z_k=None if terms.z_k is None else beta * terms.z_k)
+            terms = terms._replace(k=beta * terms.k, z_k=beta * terms.z_k)
         if cu_seqlens is not None:
             before = _initial(terms, state, cu_seqlens.shape[0] - 1)
-            rows, z, after = _attend_packed(attention.mask, terms, before, cu_seqlens, operands, decay)
-            last = tuple(after)
+            rows, z, last = _attend_packed(attention.mask, terms, before, cu_seqlens, operands, decay)
         elif attention.forgets and attention.mask == "block":
             count = len(state) // 2 if attention.has_both_directions else len(state)
-            before, behind = (_initial(terms, part, 0) for part in (state[:count], state[count:]))
-            rows, z, last = _attend_forgetting(attention, terms, (before, behind), ends, operands, decay)
+            states = _initial(terms, state[:count]), _initial(terms, state[count:])
+            rows, z, last = _attend_forgetting(attention, terms, keys, states, ends, operands, decay)
         else:
-            before = _initial(terms, state, 0) if state or attention.mask != "full" else None
-            rows, z, after = _ATTEND[attention.mask](attention, terms, before, ends, operands, decay)
-            last = tuple(after)
-        o = rows if z is None else normalizer.divide(rows, z, attention.eps)
-        return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in last if t is not None)
+            rows, z, last = _ATTEND[attention.mask](attention, terms, _initial(terms, state), ends, operands, decay)
+        o = normalizer.divide(rows, z, attention.eps)
+        sums = last[::2] if attention.normalizer == "none" else last
+        return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in sums)
 
 
-def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
-    """Return the state before the first token, or zeros if no state is passed."""
-    if state:
-        products, *features = state
-        return _State(products, features[0] if features else None).map(lambda t: t.to(terms.k.dtype))
-    batch = num_seqs or terms.k.shape[0]
-    heads, width = terms.k.shape[1], terms.k.shape[-1]
-    features = None if terms.z_k is None else terms.k.new_zeros(batch, heads, terms.z_k.shape[-1])
-    return _State(terms.k.new_zeros(batch, heads, width, terms.v.shape[-1]), features)
+def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int = 0) -> _State:
+    """Return the state before the first token. Sums that are not passed are zeros."""
+    batch, heads = num_seqs or terms.k.shape[0], terms.k.shape[1]
+    sizes = (terms.k.shape[-1], terms.v.shape[-1]), (terms.z_k.shape[-1],)
+    missing = (terms.k.new_zeros(batch, heads, *size) for size in sizes[len(state) :])
+    return _State(*(t.to(terms.k.dtype) for t in state), *missing)
 
 
-Rows = tuple[Tensor, Tensor | None, _State]  # q̂ S, z, and the state after the last token
+Rows = tuple[Tensor, Tensor, _State]  # q̂ S, z, and the state after the last token
 
 
 def _sum_keys(terms: _Terms, operands: torch.dtype | None) -> _State:
     """Return the state of tokens (.., N, ·), summed over N."""
-    return _State(
-        product(terms.k.transpose(-2, -1), terms.v, operands), None if terms.z_k is None else terms.z_k.sum(-2)
-    )  # fmt: skip
+    return _State(product(terms.k.mT, terms.v, operands), terms.z_k.sum(-2))
 
 
 def _share(t: Tensor, heads: int) -> Tensor:
@@ -281,21 +264,18 @@ def _share(t: Tensor, heads: int) -> Tensor:
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
-def _read_state(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+def _read_state(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Return q̂ S and z = z_q · Σ of queries (.., N, ·), where all N tokens read the same state."""
     heads = terms.q.shape[1]
     rows = product(terms.q, _share(state.products, heads), operands)
-    if terms.z_q is None or state.features is None:
-        return rows, None
     return rows, (terms.z_q * _share(state.features, heads)[..., None, :]).sum(-1, keepdim=True)
 
 
 def _attend_full(
-    attention: Attention, terms: _Terms, before: _State | None, ends: tuple[int, int], operands: torch.dtype | None,
+    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None,
     decay: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    own = _sum_keys(terms, operands)
-    state = own if before is None else before.add(own)
+    state = before.add(_sum_keys(terms, operands))
     return *_read_state(terms, state, operands), state
 
 
@@ -323,8 +303,7 @@ def _attend_causal(
         weights = multiply_decay(logs)
         through = before.join(_sum_decayed(terms, weights, operands), accumulate, multiply_decay(logs.sum(-1)))
     rows, z = _within_chunks(terms, through.map(lambda t: t[:, :, :-1]), operands, decay=weights)
-    rows, z = (None if t is None else t.flatten(2, 3)[:, :, :num_tokens] for t in (rows, z))
-    assert rows is not None
+    rows, z = (t.flatten(2, 3)[:, :, :num_tokens] for t in (rows, z))
     return rows, z, through.map(lambda t: t[:, :, -1])
 
 
@@ -344,13 +323,12 @@ def _sum_decayed(terms: _Terms, weights: Tensor, operands: torch.dtype | None) -
     ``weights`` is the result of :func:`multiply_decay` for the tokens of each chunk.
     """
     remaining = weights[..., -1, 1:, None]
-    z_k = None if terms.z_k is None else remaining * terms.z_k
-    return _sum_keys(terms._replace(k=remaining * terms.k, z_k=z_k), operands)
+    return _sum_keys(terms._replace(k=remaining * terms.k, z_k=remaining * terms.z_k), operands)
 
 
 def _within_chunks(
     terms: _Terms, before: _State, operands: torch.dtype | None, causal: bool = True, decay: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Return q̂ S and z (B, H, C, L, ·), given the state before each chunk.
 
     If ``causal`` is set, queries also attend to earlier tokens of their chunk and to themselves. ``decay`` is the
@@ -360,17 +338,15 @@ def _within_chunks(
     if not causal:
         return rows, z
     heads = terms.q.shape[1]
-    weights = product(terms.q, _share(terms.k, heads).transpose(-2, -1), operands).tril()
+    weights = product(terms.q, _share(terms.k, heads).mT, operands).tril()
     if decay is not None:
         remaining = _share_decay(decay[..., 1:, 0, None], heads)
-        rows, z = remaining * rows, None if z is None else remaining * z
+        rows, z = remaining * rows, remaining * z
         decay = decay[..., 1:, 1:]
         weights = weights * _share_decay(decay, heads)
     rows = rows + product(weights, _share(terms.v, heads), operands)
-    if z is not None and terms.z_q is not None and terms.z_k is not None:
-        sums = terms.z_k.cumsum(-2) if decay is None else product(decay.expand(*terms.z_k.shape[:-1], -1), terms.z_k)
-        z = z + (terms.z_q * _share(sums, heads)).sum(-1, keepdim=True)
-    return rows, z
+    sums = terms.z_k.cumsum(-2) if decay is None else product(decay.expand(*terms.z_k.shape[:-1], -1), terms.z_k)
+    return rows, z + (terms.z_q * _share(sums, heads)).sum(-1, keepdim=True)
 
 
 def _share_decay(t: Tensor, heads: int) -> Tensor:
@@ -388,7 +364,8 @@ def _attend_blocks(
         through = _accumulate(state, _sum_keys(piece, operands))
         found.append(_read_state(piece, through.map(lambda t: t[:, :, 1:]), operands))
         state = through.map(lambda t: t[:, :, -1])
-    return *_join_blocks(found), state
+    rows, z = _join_blocks(found)
+    return rows, z, state
 
 
 def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
@@ -410,75 +387,65 @@ def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]
     return pieces
 
 
-def _join_blocks(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+def _join_blocks(found: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     """Concatenate the rows and z of the pieces from :func:`_cut_blocks` along the tokens."""
-    rows, zs = (
-        None if ts[0] is None else torch.cat([t.flatten(2, 3) for t in ts], dim=2) for ts in zip(*found, strict=True)
-    )
-    assert rows is not None
-    return rows, zs
+    return [torch.cat([t.flatten(2, 3) for t in ts], dim=2) for ts in zip(*found, strict=True)]
 
 
 def _attend_forgetting(
-    attention: Attention, terms: _Terms, given: tuple[_State, _State], ends: tuple[int, int],
+    attention: Attention, terms: _Terms, keys: _Terms, given: tuple[_State, _State], ends: tuple[int, int],
     operands: torch.dtype | None, decay: Tensor | None,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Compute block attention with decay, with the delta rule or in both directions.
 
-    ``given`` is the state before the first token and, for the reverse direction, the state after the last one.
+    ``keys`` contains the keys without the gate. ``given`` is the state before the first token and, for the reverse
+    direction, the state after the last one.
     """
-    if attention.rule == "delta":
-        # torch.compile unrolls the scan. A static number of tokens keeps each step free of symbolic sizes.
-        int(terms.k.shape[2])
     before, behind = given
     pieces = _cut_blocks(terms, ends, attention.block)
     sizes = [piece.k.shape[2] for piece in pieces]
-    sums = [_sum_keys(piece, operands) for piece in pieces]
-    parts = _State(
-        torch.cat([part.products for part in sums], dim=2),
-        None if before.features is None else torch.cat([part.features for part in sums], dim=2),  # pyright: ignore
-    )
+    parts = _join_states([_sum_keys(piece, operands) for piece in pieces])
     decay = torch.nn.functional.pad(lay_out_decay(decay, sizes[1], before.products), (1, 1), value=1.0)
-    through = _scan_blocks(attention, pieces, parts, before, decay, operands)
+    transitions = None
+    if attention.rule == "delta":
+        # torch.compile unrolls the scan. A static number of tokens keeps each step free of symbolic sizes.
+        int(terms.k.shape[2])
+        transitions = _join_states([
+            _State(product(piece.k.mT, own.k, operands), product(piece.z_k.mT, own.z_k, operands))
+            for piece, own in zip(pieces, _cut_blocks(keys, ends, attention.block), strict=True)
+        ])  # fmt: skip
+    through = _scan_blocks(parts, before, decay, transitions)
     seen, last = through.map(lambda t: t[:, :, 1:]), tuple(through.map(lambda t: t[:, :, -1]))
     if attention.has_both_directions:
-        later = _scan_blocks(attention, pieces, parts, behind, decay, operands, backward=True)
+        later = _scan_blocks(parts, behind, decay, transitions, backward=True)
         seen = seen.add(later.map(lambda t: t[:, :, :-1].flip(2)))
         last += tuple(later.map(lambda t: t[:, :, -1]))
-    states = [
-        _State(products, features)
-        for products, features in zip(
-            seen.products.split(sizes, dim=2),
-            [None] * 3 if seen.features is None else seen.features.split(sizes, dim=2), strict=True,
-        )
-    ]  # fmt: skip
-    found = [_read_state(piece, state, operands) for piece, state in zip(pieces, states, strict=True)]
-    return *_join_blocks(found), last
+    states = map(_State, *(t.split(sizes, dim=2) for t in seen))
+    rows, z = _join_blocks([_read_state(*each, operands) for each in zip(pieces, states, strict=True)])
+    return rows, z, last
+
+
+def _join_states(states: Sequence[_State]) -> _State:
+    """Concatenate states (B, H, blocks, ..) of successive blocks."""
+    return _State(*(torch.cat(ts, dim=2) for ts in zip(*states, strict=True)))
 
 
 def _scan_blocks(
-    attention: Attention, pieces: list[_Terms], parts: _State, before: _State, decay: Tensor,
-    operands: torch.dtype | None, backward: bool = False,
-) -> _State:  # fmt: skip
-    """Return the state before each block and after the last one. With ``backward``, scan from the last block."""
+    parts: _State, before: _State, decay: Tensor, transitions: _State | None, backward: bool = False
+) -> _State:
+    """Return the state before each block and after the last one. With ``backward``, scan from the last block.
+
+    ``transitions`` contains A of each block for the delta rule.
+    """
 
     def order(t: Tensor) -> Tensor:
         return t.flip(2) if backward else t
 
     parts, decay = parts.map(order), order(decay)
-    if attention.rule == "add":
+    if transitions is None:
         return before.join(parts, accumulate, multiply_decay(decay.log()))
-
-    def form_transitions(of: str, weighted: str) -> Tensor:
-        found = [product(getattr(piece, weighted).mT, getattr(piece, of), operands) for piece in pieces]
-        return order(torch.cat(found, dim=2))
-
-    features = None
-    if before.features is not None and parts.features is not None:
-        transitions = form_transitions("z_keys", "z_k")
-        features = apply_delta_rule(before.features, parts.features, transitions, decay)
-    transitions = form_transitions("keys", "k")
-    return _State(apply_delta_rule(before.products, parts.products, transitions, decay), features)
+    of_blocks = zip(before, parts, transitions.map(order), strict=True)
+    return _State(*(apply_delta_rule(start, part, a, decay) for start, part, a in of_blocks))
 
 
 _ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _attend_causal, "block": _attend_blocks}
@@ -525,20 +492,23 @@ def _attend_packed(
     if decay is not None:
         logs = cut(lay_out_decay(decay, num_tokens, terms.k).log()[..., None]).squeeze(-1)
         rows, z, after = _attend_packed_decaying(terms, first, logs, where.sequence, operands)
-        rows, z = (None if t is None else t.flatten(2, 3).index_select(2, where.place) for t in (rows, z))
-        assert rows is not None
-        return rows, z, after.map(lambda t: t[:-1])
-    parts = _sum_keys(terms, operands)
-    after = _State(*map(lambda a, b: _add_to(a, b, where.sequence), first, parts))  # pyright: ignore
-    if mask == "causal":
-        seen = parts.map(lambda t: _sum_before(t, where.sequence))
-        seen = seen.add(first.map(lambda t: _by_chunk(t, where.sequence)))
     else:
-        seen = after.map(lambda t: _by_chunk(t, where.sequence))
-    found = _within_chunks(terms, seen, operands, causal=mask == "causal")
-    rows, z = (None if t is None else t.flatten(2, 3).index_select(2, where.place) for t in found)
-    assert rows is not None
+        rows, z, after = _attend_packed_plain(mask, terms, first, where.sequence, operands)
+    rows, z = (t.flatten(2, 3).index_select(2, where.place) for t in (rows, z))
     return rows, z, after.map(lambda t: t[:-1])
+
+
+def _attend_packed_plain(
+    mask: str, terms: _Terms, first: _State, sequence: Tensor, operands: torch.dtype | None
+) -> Rows:
+    """Compute full or causal attention without decay for the chunks of packed sequences."""
+    parts = _sum_keys(terms, operands)
+    after = first.join(parts, _add_parts, sequence)
+    if mask == "causal":
+        seen = parts.map(lambda t: _sum_before(t, sequence)).add(first.map(lambda t: _by_chunk(t, sequence)))
+    else:
+        seen = after.map(lambda t: _by_chunk(t, sequence))
+    return *_within_chunks(terms, seen, operands, causal=mask == "causal"), after
 
 
 def _attend_packed_decaying(
@@ -563,8 +533,7 @@ def _attend_packed_decaying(
 
     def finish(start: Tensor, part: Tensor) -> Tensor:
         whole = start.new_zeros(len(start), by_chunk.shape[1]).index_add(0, sequence, by_chunk[0].T).exp()
-        part = _scale_rows(part, sum_after(by_chunk, sequence).exp())
-        return (_scale_rows(start, whole)).index_add(0, sequence, part[0].transpose(0, 1))
+        return _add_parts(_scale_rows(start, whole), _scale_rows(part, sum_after(by_chunk, sequence).exp()), sequence)
 
     seen = first.join(parts, see)
     return *_within_chunks(terms, seen, operands, decay=weights), first.join(parts, finish)
@@ -580,10 +549,8 @@ def _by_chunk(t: Tensor, sequence: Tensor) -> Tensor:
     return t.index_select(0, sequence).transpose(0, 1)[None]
 
 
-def _add_to(total: Tensor | None, parts: Tensor | None, sequence: Tensor) -> Tensor | None:
+def _add_parts(total: Tensor, parts: Tensor, sequence: Tensor) -> Tensor:
     """Add the parts (1, H, C, ..) of each sequence to the sequence's total (num_seqs, H, ..)."""
-    if total is None or parts is None:
-        return None
     return total.index_add(0, sequence, parts[0].transpose(0, 1))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import as_integer, check_at_least, check_dense, show_value
+from ..checks import as_integer, check_at_least, check_dense, check_one_of, show_value
 
 __all__ = [
     "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "check_split", "cut_blocks",
@@ -46,11 +46,6 @@ class _AxisMap(NamedTuple):
     channels: Callable[[Sequence[int], int], list[list[int]]] | None = None  # the channels of each axis
     has_one_series: bool = False  # the axes share a series that runs over all channels
     is_even: bool = False  # the axes must have equal shares
-
-    def place(self, widths: Sequence[int], num_channels: int) -> tuple[Sequence[Sequence[int]], list[list[int]] | None]:
-        """Return the members of theta and the channels for each axis."""
-        channels = None if self.channels is None else self.channels(widths, num_channels)
-        return self.members(widths, num_channels), channels
 
 
 _MAPS = {
@@ -101,12 +96,11 @@ def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[
 
 
 def check_map(axis_map: Any, num_axes: int) -> None:
-    if isinstance(axis_map, str) or not isinstance(axis_map, Sequence):
-        if not isinstance(axis_map, str) or axis_map not in (*AXIS_MAPS, "head"):
-            raise ValueError(
-                f"axis_map: expected one of {(*AXIS_MAPS, 'head')} or groups of axes, got {show_value(axis_map)}"
-            )
+    names = (*AXIS_MAPS, "head")
+    if isinstance(axis_map, str) and axis_map in names:
         return
+    if isinstance(axis_map, str) or not isinstance(axis_map, Sequence):
+        raise ValueError(f"axis_map: expected one of {names} or groups of axes, got {show_value(axis_map)}")
     groups = [[as_integer(axis) for axis in group] if isinstance(group, Sequence) else [] for group in axis_map]
     axes = [axis for group in groups for axis in set(group)]
     if not all(groups) or not all(isinstance(axis, int) for axis in axes) or sorted(axes) != list(range(num_axes)):
@@ -228,8 +222,7 @@ def axial_omega(
     Raises:
         ValueError: if theta is too short, the sections exceed C, or a name is unknown.
     """
-    if axis_order not in AXIS_ORDERS:
-        raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {show_value(axis_order)}")
+    check_one_of("axis_order", axis_order, AXIS_ORDERS)
     check_at_least(1, num_axes=num_axes)
     check_at_least(0, num_channels=num_channels)
     check_map(axis_map, num_axes)
@@ -262,8 +255,9 @@ def axial_omega(
         sections = _read_counts(f"sections: expected a width for each of the {num_axes} axes", sections, num_axes)
         widths = [sections[axis] for axis in order]
     if isinstance(axis_map, str):
-        members, channels = _MAPS[axis_map].place(widths, num_channels)
-        blocks = widths
+        rule, blocks = _MAPS[axis_map], widths
+        members = rule.members(widths, num_channels)
+        channels = None if rule.channels is None else rule.channels(widths, num_channels)
     else:
         members = channels = _groups(axis_map, widths)
         blocks = [sum(widths[axis] for axis in set(group)) for group in axis_map]
@@ -320,10 +314,8 @@ def _axis_per_head(
 
 
 def _gaps(gaps: Sequence[int] | None, blocks: int) -> list[int]:
-    if gaps is None:
-        return [0] * (blocks + 1)
     expected = f"gaps: expected {blocks + 1} channel counts (before, between and after {blocks} blocks)"
-    return _read_counts(expected, gaps, blocks + 1)
+    return [0] * (blocks + 1) if gaps is None else _read_counts(expected, gaps, blocks + 1)
 
 
 def _read_counts(expected: str, counts: Any, number: int) -> list[int]:

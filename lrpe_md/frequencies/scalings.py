@@ -22,8 +22,7 @@ __all__ = [
 
 def linear_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
     """Apply position interpolation (Chen et al., arXiv 2306.15595): return θ / factor and amplitude 1."""
-    check_dense("theta", theta, "(E,) or (H, E)")
-    _check_positive(factor=factor)
+    _check(theta, factor=factor)
     return theta / factor, 1.0
 
 
@@ -34,14 +33,13 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
     stays the same, and the slowest is divided by ``factor``. The amplitude is 1. Source: bloc97, "NTK-aware scaled
     RoPE" (2023), as described in YaRN, arXiv 2309.00071.
     """
-    check_dense("theta", theta, "(E,) or (H, E)")
-    _check_positive(factor=factor)
+    _check(theta, factor=factor)
     return _stretch(theta, factor), 1.0
 
 
 def dynamic_ntk_scaling(theta: Tensor, factor: float, *, length: int, original_length: int) -> tuple[Tensor, float]:
     """Apply :func:`ntk_scaling` with factor · L/L0 - (factor - 1) if the length L exceeds the original length L0."""
-    _check_positive(factor=factor, length=length, original_length=original_length)
+    _check(theta, length=length, original_length=original_length)
     return ntk_scaling(theta, factor * max(length, original_length) / original_length - (factor - 1))
 
 
@@ -61,23 +59,15 @@ def yarn_scaling(
     ``truncate``, the ends of the ramp are rounded outwards, as in the authors' code. The amplitude is 0.1 ln(factor) +
     1. ``theta`` must be a geometric series.
     """
-    check_dense("theta", theta, "(E,) or (H, E)")
-    _check_positive(factor=factor, original_length=original_length, fast=fast, slow=slow)
-    num = theta.shape[-1]
-    ends = theta.detach().double()
-    first, last = ends[..., :1].log(), ends[..., -1:].log()
-    if num < 2 or not (first > last).all():
+    _check(theta, factor=factor, original_length=original_length, fast=fast, slow=slow)
+    step, low, high = _locate(theta, original_length, (fast, slow))
+    if not (step > 0).all():
         raise ValueError(
             f"theta: expected a decreasing geometric series, got other values of shape {tuple(theta.shape)}"
         )
-    step = (first - last) / (num - 1)
-    # Return the (fractional) index of the frequency that makes `turns` turns in the original length.
-    low, high = ((first - math.log(2 * math.pi * turns / original_length)) / step for turns in (fast, slow))
     if truncate:
         low, high = low.floor(), high.ceil()
-    low, high = low.clamp_min(0), high.clamp_max(2 * num - 1)
-    index = torch.arange(num, device=theta.device)
-    ramp = ((index - low) / (high - low).clamp_min(0.001)).clamp(0, 1).to(theta.dtype)
+    ramp = _ramp(theta, low.clamp_min(0), high.clamp_max(2 * theta.shape[-1] - 1))
     amplitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     return theta / factor * ramp + theta * (1 - ramp), amplitude
 
@@ -96,8 +86,7 @@ def longrope_scaling(
     λ is ``long`` if ``length`` exceeds the original length, and ``short`` otherwise. The amplitude is √(1 + ln factor /
     ln original_length).
     """
-    check_dense("theta", theta, "(E,) or (H, E)")
-    _check_positive(factor=factor, length=length, original_length=original_length)
+    _check(theta, factor=factor, length=length, original_length=original_length)
     divisors = torch.as_tensor(long if length > original_length else short, dtype=theta.dtype, device=theta.device)
     if divisors.shape != theta.shape[-1:]:
         raise ValueError(
@@ -117,8 +106,7 @@ def llama3_scaling(
     wavelength below L0 / high stay the same. In between, the two results are blended. The weight is linear in the
     number of turns over L0. The amplitude is 1.
     """
-    check_dense("theta", theta, "(E,) or (H, E)")
-    _check_positive(factor=factor, low=low, high=high, original_length=original_length)
+    _check(theta, factor=factor, low=low, high=high, original_length=original_length)
     if not high > low:
         raise ValueError(f"high: expected a value greater than low = {low}, got {high}")
     keep = ((original_length * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
@@ -143,8 +131,7 @@ def riflex_scaling(
 
     The amplitude is 1.
     """
-    check_dense("theta", theta, "(E,) or (H, E)")
-    _check_positive(length=length, share=share)
+    _check(theta, length=length, share=share)
     if (repeats_at is None) == (index is None):
         raise ValueError(f"repeats_at, index: expected exactly one of the two, got {repeats_at}, {index}")
     num = theta.shape[-1]
@@ -170,8 +157,7 @@ def dype_ntk_scaling(
 
     The amplitude is 1.
     """
-    check_dense("theta", theta, "(E,) or (H, E)")
-    _check_positive(factor=factor, strength=strength)
+    _check(theta, factor=factor, strength=strength)
     share = _check_time(theta, time) ** 2
     return _stretch(theta, max(1.0, factor) ** (strength * share)), 1.0
 
@@ -202,32 +188,34 @@ def dype_yarn_scaling(
 
     The amplitude is 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
     """
-    check_dense("theta", theta, "(E,) or (H, E)")
-    _check_positive(factor=factor, original_length=original_length)
+    _check(theta, factor=factor, original_length=original_length)
     share = _check_time(theta, time) ** 2
     if factor <= 1:
         return theta, 1.0
     scaled = theta / factor
     for faster, turns in ((_stretch(theta, factor), interpolated), (theta, kept)):
-        ramp = _ramp_down(theta, original_length, turns, share)
+        _, low, high = _locate(theta, original_length, (turns[1], turns[0]), share.log())
+        high = high.ceil().clamp_max(theta.shape[-1])
+        ramp = 1 - _ramp(theta, low.floor().clamp_min(0).minimum(high), high)
         scaled = scaled * (1 - ramp) + faster * ramp
     return scaled, 0.1 * math.log(factor) + 1
 
 
-def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
-    """Return a ramp over the index of theta that falls from 1 to 0.
-
-    It starts at the frequency that makes turns[1] · share turns in the length, and ends at turns[0] · share turns.
-    """
-    num = theta.shape[-1]
+def _locate(
+    theta: Tensor, length: float, turns: tuple[float, float], log_share: float | Tensor = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the step of log θ, and the (fractional) indices of the frequencies that make these turns in a length."""
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()
-    step = (first - last) / max(num - 1, 1)
-    low, high = ((first - math.log(2 * math.pi * n / length) - share.log()) / step for n in turns[::-1])
-    high = high.ceil().clamp_max(num)
-    low = low.floor().clamp_min(0).minimum(high)
-    index = torch.arange(num, device=theta.device)
-    return 1 - ((index - low) / (high - low).clamp_min(0.001)).clamp(0, 1).to(theta.dtype)
+    step = (first - last) / max(theta.shape[-1] - 1, 1)
+    low, high = ((first - math.log(2 * math.pi * n / length) - log_share) / step for n in turns)
+    return step, low, high
+
+
+def _ramp(theta: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return a ramp over the index of theta that rises from 0 at ``low`` to 1 at ``high``."""
+    index = torch.arange(theta.shape[-1], device=theta.device)
+    return ((index - low) / (high - low).clamp_min(0.001)).clamp(0, 1).to(theta.dtype)
 
 
 def _stretch(theta: Tensor, factor: float | Tensor) -> Tensor:
@@ -249,7 +237,9 @@ def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
     return torch.full((), time, dtype=torch.float64, device=theta.device)
 
 
-def _check_positive(**numbers: float) -> None:
+def _check(theta: Tensor, **numbers: float) -> None:
+    """Check that theta is a dense tensor, and that the numbers are positive."""
+    check_dense("theta", theta, "(E,) or (H, E)")
     for name, number in numbers.items():
         if isinstance(number, str) or not 0 < number < math.inf:
             raise ValueError(f"{name}: expected a finite positive number, got {number!r}")

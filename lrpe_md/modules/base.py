@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -17,10 +17,11 @@ from ..checks import (
     check_at_least,
     check_dense,
     check_frequencies,
+    check_one_of,
     check_precise,
-    count_axes,
     is_real,
     or_one,
+    plural,
     show_value,
 )
 from ..engine.core.operator import check_impl
@@ -34,6 +35,7 @@ from ..engine.encode.validate import (
     check_act,
     explain_unknown_keyword,
     remedy_layout,
+    rotary_slice,
 )
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
@@ -56,8 +58,6 @@ Phase = bool | Literal["k"]
 BUILT_FROM = {"axis_order", "base", "frequencies", "learnable", "preset", "seed"}  # read only when a module is built
 DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # from RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
-CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split){})), or with split= in the encoding_kwargs of a model"
-
 
 def warn_of_shared_heads(num_heads: int, owner: str, remedy: str, stacklevel: int) -> None:
     """Warn that ``num_heads`` does not separate the learned frequencies of heads."""
@@ -75,12 +75,76 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
         copy_each(list(targets), list(values), non_blocking=True)
 
 
+def check_broadcast(name: str, value: Any, shape: Sequence[int]) -> None:
+    """Check that a tensor broadcasts to a shape. Other values are accepted."""
+    try:
+        value = value.expand(shape) if isinstance(value, Tensor) else value
+    except RuntimeError:
+        found = tuple(value.shape)
+        raise ValueError(f"{name}: expected a tensor that broadcasts to {tuple(shape)}, got {found}") from None
+
+
 def _log_magnitude(theta: Tensor) -> Tensor:
     """Return log |θ|, or 0 where θ is 0."""
     return torch.where(theta == 0, 1.0, theta.abs()).log()
 
 
-class FrequencyModule(nn.Module):
+class PreciseModule(nn.Module):
+    """Module whose parameters and buffers keep their dtype through casts, without weight decay.
+
+    When a module made on the meta device is materialised, they get their initial values.
+    """
+
+    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        """Return the initial value of a parameter or buffer, as a new tensor on ``device`` or the default device."""
+        raise NotImplementedError  # implemented by each subclass
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay, which are all learned parameters."""
+        return {name for name, _ in self.named_parameters(recurse=False)}
+
+    def _mark(self) -> None:
+        """Mark all parameters as exempt from weight decay."""
+        for parameter in self.parameters(recurse=False):
+            parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def reset_parameters(self) -> None:
+        """Reset parameters and buffers to their initial values, in place."""
+        for name, tensor in self._owned().items():
+            self._reset(name, tensor)
+
+    def _reset(self, name: str, tensor: Tensor) -> None:
+        values = self._initial(name, "cpu").reshape(tensor.shape).to(tensor.device)
+        if hasattr(tensor, "placements"):  # a DTensor, sharded by FSDP2
+            from torch.distributed.tensor import distribute_tensor
+
+            tensor_: Any = tensor
+            values = distribute_tensor(values, tensor_.device_mesh, tensor_.placements)
+        with torch.no_grad():
+            tensor.copy_(values)
+
+    def _owned(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        def exact(t: Tensor) -> Tensor:
+            out = fn(t)
+            return out if out.dtype == t.dtype else t.to(out.device)
+
+        was_meta = {name for name, t in self._owned().items() if t.is_meta}
+        super()._apply(exact, recurse)
+        for name, tensor in self._owned().items():
+            if name in was_meta and not tensor.is_meta:
+                self._reset(name, tensor)
+        self._mark()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()  # copying parameters drops the mark
+
+
+class FrequencyModule(PreciseModule):
     """Base class of the encoding modules. Frequencies are a buffer or a parameter, and a learned phase is a parameter.
 
     Learned parameters are one-dimensional and marked ``_no_weight_decay``. Optimisers that decay or orthogonalise
@@ -192,11 +256,6 @@ class FrequencyModule(nn.Module):
         self.shapes[name] = values.shape
         self.register_parameter(name, nn.Parameter(values.flatten()))
 
-    def _mark(self) -> None:
-        """Mark all parameters as exempt from weight decay."""
-        for parameter in self.parameters(recurse=False):
-            parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
-
     def _initial_sign(self, device: torch.device | str | None) -> Tensor | None:
         """Return the signs of the initial theta, or None if all are positive."""
         with torch.device("cpu"):
@@ -211,7 +270,6 @@ class FrequencyModule(nn.Module):
             self.register_buffer("sign", sign, persistent=persistent)
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        """Return the initial value of a parameter or buffer, as a new tensor on ``device`` or the default device."""
         with torch.device("cpu"):
             if name == "phase":
                 values = self._initial_phase()
@@ -243,41 +301,6 @@ class FrequencyModule(nn.Module):
         if name.startswith("places_"):
             return torch.float64
         return self.phase_dtype if name == "phase" else self.dtype
-
-    def reset_parameters(self) -> None:
-        """Reset frequencies and phase to their initial values, in place."""
-        for name, tensor in self._owned().items():
-            self._reset(name, tensor)
-
-    def _reset(self, name: str, tensor: Tensor) -> None:
-        values = self._initial(name, "cpu").reshape(tensor.shape).to(tensor.device)
-        if hasattr(tensor, "placements"):  # a DTensor, sharded by FSDP2
-            from torch.distributed.tensor import distribute_tensor
-
-            tensor_: Any = tensor
-            values = distribute_tensor(values, tensor_.device_mesh, tensor_.placements)
-        with torch.no_grad():
-            tensor.copy_(values)
-
-    def _owned(self) -> dict[str, Tensor]:
-        return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        def exact(t: Tensor) -> Tensor:
-            out = fn(t)
-            return out if out.dtype == t.dtype else t.to(out.device)
-
-        was_meta = {name for name, t in self._owned().items() if t.is_meta}
-        super()._apply(exact, recurse)
-        for name, tensor in self._owned().items():
-            if name in was_meta and not tensor.is_meta:
-                self._reset(name, tensor)
-        self._mark()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark()  # copying parameters drops the mark
 
     @torch.no_grad()
     def upgrade_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
@@ -318,10 +341,6 @@ class FrequencyModule(nn.Module):
             if buffer.is_meta and torch.get_default_device().type != "meta":
                 setattr(self, name, self._initial(name))
         self._mark()
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay, which are all learned parameters."""
-        return {name for name, _ in self.named_parameters(recurse=False)}
 
     def get_omega(self) -> Tensor:
         """Return omega (H or 1, C, K), which is differentiable with respect to the learned parameters."""
@@ -380,14 +399,8 @@ class FrequencyModule(nn.Module):
     ) -> list[tuple[Tensor, Tensor]]:
         """Return each buffer that :meth:`adjust` changes, paired with its new value."""
         trained = self.trained()
-        for name, value, shape in (("ratio", ratio, trained.shape), ("amplitude", amplitude, (1, self.num_channels))):
-            if isinstance(value, Tensor):
-                try:
-                    value.expand(shape)
-                except RuntimeError:
-                    raise ValueError(
-                        f"{name}: expected a tensor that broadcasts to {tuple(shape)}, got {tuple(value.shape)}"
-                    ) from None
+        check_broadcast("ratio", ratio, trained.shape)
+        check_broadcast("amplitude", amplitude, (1, self.num_channels))
         factor: Any = 1.0 if ratio is None else ratio
         gain: Any = 1.0 if amplitude is None else amplitude
         fixed = self._buffers.get("omega")
@@ -396,10 +409,6 @@ class FrequencyModule(nn.Module):
 
     def trained(self) -> Tensor:
         """Add the buffers that :meth:`adjust` needs, and return omega (H or 1, C, K) without adjustments."""
-        self._make_adjustable()
-        return self.trained_omega if "trained_omega" in self._buffers else self._learned()
-
-    def _make_adjustable(self) -> None:
         device = self._learned().device
         fixed = "omega" in self._buffers
         names = ("omega", "trained_omega") if fixed else ("ratio",)
@@ -411,6 +420,7 @@ class FrequencyModule(nn.Module):
                 whole = own is None and now is not None and now.dtype == self.dtype  # else FSDP1 or DDP would cast it
                 value = now.clone() if whole else self._initial(name, device)  # pyright: ignore[reportOptionalMemberAccess]
                 self.register_buffer(name, value, persistent=False)
+        return self.trained_omega if fixed else self._learned()
 
     def set_places(self, axis: int, places: Tensor | None) -> None:
         """Move index i of a grid axis to position ``places[i]`` in all later calls.
@@ -494,18 +504,12 @@ class FrequencyModule(nn.Module):
             return self._attend(attend, xs, positions, norm, out)
         if positions is None:
             raise TypeError(find_positional(xs, "positions") or explain_missing(self.get_omega()))
-        if qkv is not None or num_key_heads is not None:
-            again = partial(
-                FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm, out_start=out_start
-            )
-            return encode_qkv(again, xs, qkv, num_key_heads, out)
-        if type(positions) is Packed:
+        if qkv is not None or num_key_heads is not None or type(positions) is Packed:
+            again = partial(FrequencyModule.forward, self, inverse=inverse, norm=norm, out_start=out_start)
+            if type(positions) is not Packed or qkv is not None or num_key_heads is not None:
+                return encode_qkv(partial(again, positions=positions), xs, qkv, num_key_heads, out)
             where = unpack_positions(positions, self.dim)
-            again = partial(
-                FrequencyModule.forward, self, positions=where, inverse=inverse, norm=norm, out_start=out_start,
-                out=order_outs(out, xs),
-            )  # fmt: skip
-            return encode_packed(again, xs, where.num_tokens)
+            return encode_packed(partial(again, positions=where, out=order_outs(out, xs)), xs, where.num_tokens)
         if inverse and self.map == "cosine":
             raise ValueError("inverse: expected False for the cosine map, which has no inverse, got True")
         try:
@@ -554,7 +558,7 @@ class FrequencyModule(nn.Module):
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
                 raise ValueError(
-                    f"positions: expected the module's num_axes, {self.num_axes}, got {count_axes(found)}"
+                    f"positions: expected the module's num_axes, {self.num_axes}, got {plural(found, 'axis')}"
                     + (remedy_layout(xs[0], where) or self._axes_advice(where, found))
                 ) from None
 
@@ -584,8 +588,7 @@ class FrequencyModule(nn.Module):
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
             raise ValueError(
-                "xs: expected both q and k, because only the keys have a phase, got "
-                f"{len(xs)} tensor{'s' * (len(xs) != 1)}"
+                f"xs: expected both q and k, because only the keys have a phase, got {plural(len(xs), 'tensor')}"
             )
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
         positions = self.locate(positions) if self.moved else positions
@@ -604,7 +607,11 @@ class FrequencyModule(nn.Module):
         text += f", learnable={self.learnable!r}" if self.learnable else ""
         if self.phase is not None:
             text += f", phase={'k' if self.keys_alone else True!r}"
-        return text + (f", phase_groups={self.phase_groups}" if self.phase_groups > 1 else "")
+        text += f", phase_groups={self.phase_groups}" if self.phase_groups > 1 else ""
+        text += f", pairs={self.pairs!r}" if self.map == "rotate" else ""
+        text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
+        text += ", amplitude=True" if self.gain is not None else ""
+        return text + (f", act={self.act!r}" if self.act != "none" else "")
 
 
 class SeriesModule(FrequencyModule):
@@ -612,24 +619,28 @@ class SeriesModule(FrequencyModule):
 
     def __init__(
         self,
-        num_channels: int,
+        head_dim: int,
         num_axes: int,
         num_heads: int,
         *,
+        rotary_dim: int | slice | None,
         frequencies: Frequencies,
         base: float | None,
         axis_order: AxisOrder,
         seed: int,
         **kwargs: Any,
     ) -> None:
+        check_at_least(1, head_dim=head_dim)
+        self.head_dim, self.rotary_dim = head_dim, rotary_dim
+        _, width = rotary_slice(rotary_dim, head_dim, even=self.map == "rotate")
+        num_channels = width // 2 if self.map == "rotate" else width
         if not callable(frequencies) and frequencies not in ("axial", "mixed"):
             raise ValueError(
                 "frequencies: expected 'axial', 'mixed' or a function (channels, heads, seed) -> omega, "
                 f"got {show_value(frequencies)}"
                 + ("; pass a function that returns this tensor" if isinstance(frequencies, Tensor) else "")
             )
-        if axis_order not in AXIS_ORDERS:
-            raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {show_value(axis_order)}")
+        check_one_of("axis_order", axis_order, AXIS_ORDERS)
         default = DEFAULT_BASES["mixed" if frequencies == "mixed" else "axial"]
         self.frequencies, self.base, self.seed = frequencies, default if base is None else base, seed
         self.axis_order: AxisOrder = axis_order
@@ -638,7 +649,8 @@ class SeriesModule(FrequencyModule):
             widths = cut_blocks([math.ceil(num_channels / num_axes)] * num_axes, num_channels, num_axes)
             widths = widths if axis_order == "major_first" else widths[::-1]
             map_ = ', map="cosine"' if self.map == "cosine" else ""  # a scheme rotates by default
-            warn_of_idle_axes(widths, stacklevel=4, remedy=CHOOSE_SHARES.format(map_))
+            remedy = f"PresetMd(Scheme(.., Axial(split){map_})), or with split= in the encoding_kwargs of a model"
+            warn_of_idle_axes(widths, stacklevel=4, remedy=remedy)
         elif self.learnable and self.phase is None and self.shapes["omega"][0] < num_heads:
             warn_of_shared_heads(num_heads, "this function", "return omega (num_heads, channels, K)", stacklevel=3)
 
@@ -676,7 +688,7 @@ class SeriesModule(FrequencyModule):
         return f"frequencies={self.frequencies!r}, base={self.base:g}"
 
     def extra_repr(self) -> str:
-        text = f"num_axes={self.num_axes}, {self._series_repr()}"
+        text = f"head_dim={self.head_dim}, num_axes={self.num_axes}, {self._series_repr()}"
         if self.frequencies == "axial" and self.num_axes > 1:
             text += f", axis_order={self.axis_order!r}"
         return text + super().extra_repr()

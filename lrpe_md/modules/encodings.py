@@ -10,18 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_dense, check_frequencies, count_axes
-from ..engine.encode.validate import (
-    WHOLE_PACK,
-    Act,
-    Impl,
-    Order,
-    Pairs,
-    Positions,
-    check_input,
-    check_pairs,
-    rotary_slice,
-)
+from ..checks import check_dense, check_frequencies, plural
+from ..engine.encode.validate import WHOLE_PACK, Act, Impl, Pairs, Positions, check_input, check_pairs, rotary_slice
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..frequencies.axial import AxisOrder, sequence_omega
 from ..norm import Norm
@@ -30,7 +20,7 @@ from ..positions.grid import Grid
 from ..positions.sequences import text_positions
 from ..presets.registry import preset as make_preset
 from ..presets.scheme import Axial, Preset, Scheme
-from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, warn_of_shared_heads
+from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, check_broadcast, warn_of_shared_heads
 from .xpos import check_scale, scale_xpos
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
@@ -88,18 +78,11 @@ class CosineMd(SeriesModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        check_at_least(1, head_dim=head_dim)
-        self.head_dim, self.rotary_dim = head_dim, rotary_dim
-        _, width = rotary_slice(rotary_dim, head_dim, even=False)
         super().__init__(
-            width, num_axes, num_heads, frequencies=frequencies, base=base, learnable=learnable,
-            axis_order=axis_order, phase=phase, phase_groups=phase_groups, seed=seed, act=act, dim=dim, impl=impl,
-            device=device, dtype=dtype,
+            head_dim, num_axes, num_heads, rotary_dim=rotary_dim, frequencies=frequencies, base=base,
+            learnable=learnable, axis_order=axis_order, phase=phase, phase_groups=phase_groups, seed=seed, act=act,
+            dim=dim, impl=impl, device=device, dtype=dtype,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        text = f"head_dim={self.head_dim}, {super().extra_repr()}, act={self.act!r}"
-        return text + (f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else "")
 
 
 class RotateMd(SeriesModule):
@@ -154,22 +137,13 @@ class RotateMd(SeriesModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        check_at_least(1, head_dim=head_dim)
-        _, width = rotary_slice(rotary_dim, head_dim)
-        check_pairs(pairs, width // 2)
-        self.head_dim, self.rotary_dim = head_dim, rotary_dim
         self.pairs: Pairs = pairs
         super().__init__(
-            width // 2, num_axes, num_heads, frequencies=frequencies, base=base, learnable=learnable,
-            axis_order=axis_order, phase=phase, seed=seed, act=act, dim=dim, impl=impl, device=device, dtype=dtype,
-            amplitude=amplitude,
+            head_dim, num_axes, num_heads, rotary_dim=rotary_dim, frequencies=frequencies, base=base,
+            learnable=learnable, axis_order=axis_order, phase=phase, seed=seed, act=act, dim=dim, impl=impl,
+            device=device, dtype=dtype, amplitude=amplitude,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        text = f"head_dim={self.head_dim}, {super().extra_repr()}, pairs={self.pairs!r}"
-        text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
-        text += ", amplitude=True" if self.gain is not None else ""
-        return text + (f", act={self.act!r}" if self.act != "none" else "")
+        check_pairs(pairs, self.num_channels)
 
 
 class Rotate1d(RotateMd):
@@ -252,12 +226,8 @@ class Rotate1d(RotateMd):
                 "amplitude: expected 1, because the module was built without an amplitude; to change the amplitude "
                 "later, build the module with amplitude=1.0"
             )
-        if isinstance(gain, Tensor) and isinstance(amplitude, Tensor):
-            try:
-                amplitude.expand_as(gain)
-            except RuntimeError:
-                expected = tuple(gain.shape)
-                raise ValueError(f"amplitude: expected {expected}, got {tuple(amplitude.shape)}") from None
+        if gain is not None:
+            check_broadcast("amplitude", amplitude, gain.shape)
         name, shape = next(((n, s) for n, s in self.shapes.items() if n.endswith("theta")), ("", None))
         if shape is None and omega.shape[0] not in (1, self.omega.shape[0]):
             raise ValueError(
@@ -271,16 +241,11 @@ class Rotate1d(RotateMd):
                 raise ValueError(
                     f"theta: expected the shape of the learned frequencies, {tuple(shape)}, got {tuple(theta.shape)}"
                 )
-            state = {"theta": theta.to(self.get_parameter(name))}
-            self.load_state_dict(state, strict=False)
-        else:
-            for name in ("omega", "trained_omega"):
-                if name in self._buffers:
-                    self.get_buffer(name).copy_(omega)
-        for name in ("amplitude", "trained_amplitude") if isinstance(gain, Tensor) else ():
-            if name in self._buffers:
-                own = self.get_buffer(name)
-                own.copy_(amplitude) if isinstance(amplitude, Tensor) else own.fill_(amplitude)
+            self.load_state_dict({"theta": theta.to(self.get_parameter(name))}, strict=False)
+        for name, value in (("omega", omega), ("amplitude", amplitude)):
+            for own in (self._buffers.get(name), self._buffers.get(f"trained_{name}")):
+                if own is not None:
+                    own.copy_(value) if isinstance(value, Tensor) else own.fill_(value)
 
     def _axes_advice(self, positions: Any, found: int) -> str:
         return f"; use RotateMd(head_dim, num_axes={found})"
@@ -309,14 +274,9 @@ class Rotate1d(RotateMd):
             offset, cu_seqlens: see :func:`lrpe_md.lrpe_rotate_1d`.
             positions: explicit positions instead of offset and cu_seqlens: a :class:`Grid` or coordinates on one axis,
                 a pair (for q, for k), or the result of :func:`lrpe_md.pack` for tokens (N, H, D).
-            qkv, num_key_heads: q, k and v in one tensor, instead of xs; see :func:`lrpe_md.rotate`.
-            inverse: rotate by -Θ.
-            norm: see :meth:`RotateMd.forward`.
-            out, out_start: where to write the result, such as a static key cache; see :func:`lrpe_md.rotate`. xPos does
-                not support them.
-            attend: see :meth:`RotateMd.forward`.
 
-        The result is differentiable with respect to xs and a learned theta.
+        The other arguments are the same as for :meth:`RotateMd.forward`. xPos does not support ``out``, ``out_start``
+        and ``inverse``. The result is differentiable with respect to xs and a learned theta.
 
         Raises:
             ValueError, TypeError: for an invalid argument, before a kernel is launched.
@@ -349,8 +309,7 @@ class Rotate1d(RotateMd):
             raise ValueError("out: expected None with scale_base, because xPos scales the rotated values")
         if len(xs) != 2:
             raise ValueError(
-                f"xs: expected both q and k, got {len(xs)} tensor{'s' * (len(xs) != 1)}; xPos scales q and k "
-                "differently"
+                f"xs: expected both q and k, got {plural(len(xs), 'tensor')}; xPos scales q and k differently"
             )
         if inverse:
             raise ValueError("inverse: expected False with scale_base, got True")
@@ -428,7 +387,7 @@ class PresetMd(FrequencyModule):
         if scheme.map == "rotate":
             self.pairs: Pairs = preset.pairs
         else:
-            self.order: Order = scheme.order
+            self.order = scheme.order
         self.rotary_dim = preset.rotary_dim
         self.phase_range = scheme.phase_range
         self.axial = isinstance(scheme.frequencies, Axial)
@@ -459,11 +418,11 @@ class PresetMd(FrequencyModule):
 
     def _axes_advice(self, positions: Any, found: int) -> str:
         if not isinstance(positions, Grid):
-            return f"; pass coordinates on {count_axes(self.num_axes)}, or module.positions(..)"
+            return f"; pass coordinates on {plural(self.num_axes, 'axis')}, or module.positions(..)"
         try:
             self.preset.positions(positions.shape)
         except (TypeError, ValueError):  # the scheme has no rule for this shape
-            return f"; use a scheme with {count_axes(found)}"
+            return f"; use a scheme with {plural(found, 'axis')}"
         return f"; pass {_name_positions(positions)}"
 
     def _check_rule(self, positions: Any) -> None:
@@ -503,9 +462,7 @@ class PresetMd(FrequencyModule):
         text += f", num_axes={self.num_axes}"
         if isinstance(frequencies, Axial) and frequencies.has_axis_order:
             text += f", axis_order={frequencies.axis_order!r}"
-        text += super().extra_repr() + (f", pairs={self.pairs!r}" if self.map == "rotate" else "")
-        text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
-        return text + (f", act={self.act!r}" if self.act != "none" else "")
+        return text + super().extra_repr()
 
 
 def _name_positions(grid: Grid) -> str:

@@ -17,6 +17,7 @@ from ..engine.linear.validate import TensorArguments, check_decay_range, check_e
 from ..functional_linear import linear_attention
 from ..norm import Norm
 from ..positions.sequences import text_positions
+from .base import PreciseModule
 from .encodings import Rotate1d
 
 __all__ = ["HeadDecay", "LinearAttention", "Memory", "attend_with"]
@@ -24,7 +25,7 @@ __all__ = ["HeadDecay", "LinearAttention", "Memory", "attend_with"]
 DecayName = Literal["retnet", "lightning"]
 
 
-class HeadDecay(nn.Module):
+class HeadDecay(PreciseModule):
     """Fixed or learned decay factors (H,) for :class:`LinearAttention`, one per key head.
 
     Args:
@@ -62,34 +63,14 @@ class HeadDecay(nn.Module):
                 raise ValueError(
                     "initial: expected decays below 1 with learnable=True, got 1, which a sigmoid never reaches"
                 )
-            self.register_parameter("logit", nn.Parameter(self._value().to(device or torch.get_default_device())))
+            self.register_parameter("logit", nn.Parameter(self._initial("logit", device)))
         else:
-            self.register_buffer("decay", self._value().to(device or torch.get_default_device()), persistent=False)
+            self.register_buffer("decay", self._initial("decay", device), persistent=False)
+        self._mark()
 
-    def _value(self) -> Tensor:
-        if not self.learnable:
-            return self.initial.float()
-        return self.initial.clamp_max(1 - 2.0**-12).logit().float()
-
-    def reset_parameters(self) -> None:
-        """Reset the decays to their initial values, in place."""
-        with torch.no_grad():
-            (self.logit if self.learnable else self.decay).copy_(self._value())
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        def exact(t: Tensor) -> Tensor:
-            out = fn(t)
-            return out if out.dtype == t.dtype else t.to(out.device)
-
-        was_meta = (self.logit if self.learnable else self.decay).is_meta
-        super()._apply(exact, recurse)
-        if was_meta and not (self.logit if self.learnable else self.decay).is_meta:
-            self.reset_parameters()
-        return self
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay."""
-        return {name for name, _ in self.named_parameters(recurse=False)}
+    def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        values = self.initial if name == "decay" else self.initial.clamp_max(1 - 2.0**-12).logit()
+        return values.to(device or torch.get_default_device(), torch.float32)
 
     def forward(self) -> Tensor:
         """Return the decay (H,)."""
@@ -267,23 +248,18 @@ def attend_with(
     v: Tensor,
     positions: Any = None,
     *,
-    normalizer: NormalizerName = "unrotated",
     gate: Tensor | None = None,
-    is_causal: bool = False,
-    block: int | None = None,
     cu_seqlens: Tensor | None = None,
     state: State | tuple[Tensor] | None = None,
-    return_state: bool = False,
     decay: Tensor | None = None,
-    rule: Rule = "add",
-    directions: Directions = "forward",
-    eps: float = 1e-6,
     norm: Norm | None = None,
     act: Act | None = None,
+    **options: Any,
 ) -> Any:
     """Compute :class:`LinearAttention` with an encoding that belongs to another module.
 
     act: activation to use instead of the encoding's. This requires an encoding with ``describe()``.
+    options: other arguments of :func:`lrpe_md.linear_attention`.
     """
     call: Any = encoding
     if positions is None and isinstance(encoding, Rotate1d) and isinstance(q, Tensor) and q.ndim == 4:
@@ -295,20 +271,16 @@ def attend_with(
         positions = text_positions(q, 0, cu_seqlens, encoding.dim)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions
     if encoding is not None and not getattr(encoding, "describes", False):
-        options = LinearOptions(
-            None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), normalizer=normalizer,
-            is_causal=is_causal, block=block, eps=eps, return_state=return_state, rule=rule, directions=directions,
-        )  # fmt: skip
+        own_options = LinearOptions(None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), **options)
         given = TensorArguments(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
-        return run_encoded(options, given, call, positions, norm)
+        return run_encoded(own_options, given, call, positions, norm)
 
     def attend(own: Description, q: Tensor, k: Tensor) -> Any:
         own = own if norm is None else own._replace(norm=norm)
         own = own if act is None else own._replace(act=act, dim=None)
         return linear_attention(
-            q, k, v, positions=positions, normalizer=normalizer, gate=gate, is_causal=is_causal, block=block,
-            cu_seqlens=cu_seqlens, state=state, return_state=return_state, decay=decay, rule=rule,
-            directions=directions, eps=eps, **own._asdict(),
+            q, k, v, positions=positions, gate=gate, cu_seqlens=cu_seqlens, state=state, decay=decay, **options,
+            **own._asdict(),
         )  # fmt: skip
 
     if encoding is None:

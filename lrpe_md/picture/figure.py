@@ -20,6 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 from torch import Tensor
 
+from ..checks import plural
 from ..presets.registry import SCHEMES
 from . import data
 from .data import Subject, TokenLayout
@@ -639,7 +640,7 @@ def _conditions(view: View) -> list[str]:
             parts.append("positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes))
         elif isinstance(value, int) or any(value):
             parts.append("positions scaled by the scheme's own rule")
-    parts += [f"{layout.text} text token{'s' * (layout.text > 1)}"] if layout.text else []
+    parts += [plural(layout.text, "text token")] if layout.text else []
     parts += [f"{width} of {made.head_dim} channels rotated"] if width < made.head_dim else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase set to 0"] if made.scheme.phase else []

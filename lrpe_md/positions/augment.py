@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._ops import add_op_namespace_prefix, ops
+from .coordinates import per_axis
 from .grid import Coordinates, Grid
 
 __all__ = ["AugmentPositions"]
@@ -80,7 +81,7 @@ class AugmentPositions(nn.Module):
 
     def _uniform(self, name: str, num: int) -> Tensor:
         """Draw ``num`` values from U(-a, a), where a is the strength, or log(strength) if the strength is a factor."""
-        strength = _per_axis(name, getattr(self, name), num)
+        strength = torch.as_tensor(per_axis(name, getattr(self, name), num), dtype=torch.float64, device="cpu")
         bound = strength if name == "shift" else strength.log()
         return (2 * ops.draw(self.state, [num], False) - 1) * bound
 
@@ -94,7 +95,8 @@ class AugmentPositions(nn.Module):
         return moved if positions.whole else moved.shard(positions.start, positions.length)
 
     def _moved(self, table: Coordinates, step: Tensor) -> Coordinates:
-        strength = _per_axis("perturb", self.perturb, table.num_axes)
+        strength = per_axis("perturb", self.perturb, table.num_axes)
+        strength = torch.as_tensor(strength, dtype=torch.float64, device="cpu")
         size, device = table.coords.shape, table.coords.device
         noise = ops.draw(self.state, list(size), True) * strength / 2
         return replace(table, coords=table.coords + noise.clamp(-0.5, 0.5).to(device) * step.to(device))
@@ -102,12 +104,6 @@ class AugmentPositions(nn.Module):
     def extra_repr(self) -> str:
         strengths = {name: getattr(self, name) for name in ("shift", "jitter", "rescale", "perturb")}
         return ", ".join(f"{name}={value}" for name, value in strengths.items() if value is not None)
-
-
-def _per_axis(name: str, strength: Any, num: int) -> Tensor:
-    if isinstance(strength, Sequence) and len(strength) != num:
-        raise ValueError(f"{name}: expected a number for each of the {num} axes, got {strength}")
-    return torch.as_tensor(strength, dtype=torch.float64, device="cpu").expand(num)
 
 
 # --- random numbers as an operator, because compilers reject generators -----------------------------------------------

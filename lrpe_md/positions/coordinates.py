@@ -16,7 +16,7 @@ from ..engine.inductor.private import are_transforms_active, assert_async, num_d
 
 __all__ = [
     "Bound", "Coordinates", "PerAxis", "Rules", "check_axes", "check_index", "check_reach", "larger", "per_axis",
-    "smaller",
+    "read_counts", "smaller",
 ]  # fmt: skip
 
 PerAxis = float | Sequence[float] | Tensor
@@ -71,10 +71,6 @@ class Rules:
                 return False
         return True
 
-    def __hash__(self) -> int:
-        """Hash the non-tensor fields."""
-        raise NotImplementedError  # overridden by Grid and Coordinates
-
 
 @dataclass(frozen=True, eq=False)
 class Coordinates(Rules):
@@ -95,27 +91,20 @@ class Coordinates(Rules):
     rotated: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.coords, Tensor):
-            raise TypeError(f"coords: expected a tensor of shape (N, K) or (B, N, K), got {type(self.coords).__name__}")
         check_dense("coords", self.coords, "(N, K) or (B, N, K)")
         if self.coords.ndim not in (2, 3):
             raise ValueError(
                 f"coords: expected shape (N, K) or (B, N, K), got {tuple(self.coords.shape)}"
                 + "; for positions (N,) on one axis, pass coords[:, None]" * (self.coords.ndim == 1)
             )
-        if self.coords.dtype == torch.bool or self.coords.is_complex():
+        if not is_real(self.coords):
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
         if self.coords.is_floating_point() and self.coords.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 "coords: expected integers, float32 or float64 (16 bits are too coarse for distant tokens), got "
                 f"{self.coords.dtype}"
             )
-        for name in ("prefix", "suffix"):
-            value = getattr(self, name)
-            number = as_integer(value)
-            if number is None or number < 0:
-                raise ValueError(f"{name}: expected a non-negative integer, got {show_value(value)}")
-            object.__setattr__(self, name, number)
+        read_counts(self, "prefix", "suffix")
         if self.rotated is not None:
             if not isinstance(self.rotated, Tensor):
                 raise TypeError(f"rotated: expected a boolean tensor, got {type(self.rotated).__name__}")
@@ -231,6 +220,16 @@ class Coordinates(Rules):
         soon = not self.coords.is_cuda  # a copy to the CPU must finish before the values are used
         rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
         return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
+
+
+def read_counts(positions: Rules, *names: str) -> None:
+    """Convert fields to non-negative integers."""
+    for name in names:
+        value = getattr(positions, name)
+        number = as_integer(value)
+        if number is None or number < 0:
+            raise ValueError(f"{name}: expected a non-negative integer, got {show_value(value)}")
+        object.__setattr__(positions, name, number)
 
 
 def check_axes(axes: Sequence[int | None], num_axes: int) -> None:

@@ -30,6 +30,7 @@ from .coordinates import (
     check_reach,
     larger,
     per_axis,
+    read_counts,
     smaller,
 )
 
@@ -87,17 +88,10 @@ class Grid(Rules):
             found = describe_positions(given) if isinstance(given, Tensor) and given.ndim > 1 else show_value(shape)
             raise ValueError(f"shape: expected a non-negative integer for each axis, got {found}")
         object.__setattr__(self, "shape", sizes)
-        for name in ("prefix", "suffix", "start", "length"):
-            value = getattr(self, name)
-            if value is None and name == "length":
-                continue
-            number = as_integer(value)
-            if number is None or (number < 0 and name != "length"):
-                raise ValueError(f"{name}: expected a non-negative integer, got {show_value(value)}")
-            object.__setattr__(self, name, number)
+        read_counts(self, "prefix", "suffix", "start", *(() if self.length is None else ("length",)))
         for name in ("scale", "shift"):
             object.__setattr__(self, name, per_axis(name, getattr(self, name), len(shape)))
-        if self.start > self.total or (self.length is not None and not 0 <= self.length <= self.total - self.start):
+        if self.start > self.total or (self.length is not None and self.length > self.total - self.start):
             raise ValueError(
                 f"start, length: expected a slice of the {self.total} tokens (prefix + grid + suffix), "
                 f"got start={self.start}, length={self.length}"
@@ -170,23 +164,23 @@ class Grid(Rules):
     def _placed(self, index: Tensor) -> Tensor:
         """Return float64 positions of integer coordinates (.., K).
 
-        If scale and shift are the fractions p / n and r / n, as after :meth:`interpolate`, the position is computed as
-        (p i + r) / n, with a single rounding. Positions that should be integers are then exact, as :meth:`floor`
-        requires.
+        If scale and shift are the fractions p / n and r / n up to rounding, as after :meth:`interpolate`, the position
+        is computed as (p i + r) / n, with a single rounding. Positions that should be integers are then exact, as
+        :meth:`floor` requires.
         """
         index = index.double()
-        if not self._has_rules:
-            affine = self.affine(index.device)
-            return index if affine is None else index * affine[:, 0] + affine[:, 1]
-        scale, shift = self._scale_and_shift
-        fixed = all(type(n) is int for n in self.shape) and all(type(v) is float for t in (scale, shift) for v in t)
-        if fixed and not torch.compiler.is_compiling():
-            rows = tuple(_as_fraction(a, b, max(n, 1)) for a, b, n in zip(scale, shift, self.shape, strict=True))
-            table = _rows_on.__wrapped__ if fleeting() else _rows_on
-            p, r, n = table(rows, index.device).unbind(-1)
-            return (index * p + r) / n
         affine: Any = self.affine(index.device)
-        return _place_by_fractions(index, affine, torch.tensor(self._sizes, dtype=torch.float64, device=index.device))
+        if not self._has_rules:
+            return index if affine is None else index * affine[:, 0] + affine[:, 1]
+        if any(type(n) is not int for n in self.shape) or torch.compiler.is_compiling() or fleeting():
+            n = torch.tensor(self._sizes, dtype=torch.float64, device=index.device)
+        else:
+            n = _rows_on((tuple(map(float, self._sizes)),), index.device)[0]
+        scale, shift = affine.unbind(-1)
+        p, r, largest = (scale * n).round(), (shift * n).round(), 2.0**53 / n**2
+        near = ((p / n - scale).abs() <= 2.0**-50 * scale.abs()) & ((r / n - shift).abs() <= 2.0**-50 * shift.abs())
+        near = near & (scale.abs() < largest) & (shift.abs() < largest)
+        return torch.where(near, (index * p + r) / n, index * scale + shift)
 
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:
         a, b, u, v = _alike(
@@ -363,25 +357,6 @@ class Grid(Rules):
     def _scale_and_shift(self) -> tuple[Any, Any]:
         ones, zeros = (1.0,) * self.num_axes, (0.0,) * self.num_axes
         return ones if self.scale is None else self.scale, zeros if self.shift is None else self.shift
-
-
-def _as_fraction(scale: float, shift: float, n: int) -> tuple[float, float, float]:
-    """Return p, r, n if scale and shift equal p / n and r / n up to rounding, or else scale, shift, 1."""
-    largest = 2.0**53 / n**2
-    if abs(scale) < largest and abs(shift) < largest:
-        p, r = float(round(scale * n)), float(round(shift * n))
-        if all(math.isclose(a / n, b, rel_tol=2.0**-50) for a, b in ((p, scale), (r, shift))):
-            return p, r, float(n)
-    return scale, shift, 1.0
-
-
-def _place_by_fractions(index: Tensor, affine: Tensor, n: Tensor) -> Tensor:
-    """Compute positions with the fractions of :func:`_as_fraction`, for sizes that are traced."""
-    scale, shift = affine.unbind(-1)
-    p, r, largest = (scale * n).round(), (shift * n).round(), 2.0**53 / n**2
-    near = ((p / n - scale).abs() <= 2.0**-50 * scale.abs()) & ((r / n - shift).abs() <= 2.0**-50 * shift.abs())
-    near = near & (scale.abs() < largest) & (shift.abs() < largest)
-    return torch.where(near, (index * p + r) / n, index * scale + shift)
 
 
 def window_order(shape: Sequence[int], window: int | Sequence[int], device: torch.device | str = "cpu") -> Tensor:

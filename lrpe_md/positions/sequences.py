@@ -163,17 +163,15 @@ def compose(
     check_precise("dtype", dtype)
     if num_axes is not None:
         check_at_least(1, num_axes=num_axes)
-    num_axes = _num_axes(segments, num_axes)
-    lengths = [_length(segment) for segment in segments]
+    num_axes, lengths = _check_segments(segments, num_axes)
     total = sum(lengths)
     if num_tokens is not None and total != num_tokens:
-        raise ValueError(
-            f"num_tokens: expected the segments to add up to {num_tokens}, got {_format_sum(lengths)} = {total}"
-        )
+        added = " + ".join(map(str, lengths))
+        raise ValueError(f"num_tokens: expected the segments to add up to {num_tokens}, got {added} = {total}")
     end = total if length is None else start + length
     if not 0 <= start <= end <= total:
         raise ValueError(
-            f"start, length: expected a slice of the {total} tokens ({_format_sum(lengths)}), "
+            f"start, length: expected a slice of the {total} tokens ({' + '.join(map(str, lengths))}), "
             f"got start={start}, length={length}"
         )
     device = torch.device(device)
@@ -347,47 +345,38 @@ def zigzag(
     return _join([_rows(positions, chunk * length, length, positions.num_axes, device) for chunk in chunks])
 
 
-def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
-    for i, segment in enumerate(segments):
+def _check_segments(segments: Sequence[Segment], num_axes: int | None) -> tuple[int, list[int]]:
+    """Check the segments, and return the number of axes and each segment's number of tokens."""
+    parts = [segment.grid if isinstance(segment, (After, Before)) else segment for segment in segments]
+    for i, (segment, part) in enumerate(zip(segments, parts, strict=True)):
         if not isinstance(segment, Segment):
             is_number = type(segment) is int
             found = f"{segment}; pass Tokens({segment})" if is_number else describe_positions(segment)
             raise TypeError(f"segments: expected Tokens, Grid, After, Before or Coordinates at index {i}, got {found}")
-        if isinstance(segment, Tokens):
-            continue
-        part = segment.grid if isinstance(segment, (After, Before)) else segment
-        found = part.num_axes
-        _check_known("segments", part, i)
-        if num_axes is None:
-            num_axes = found
-        if found != num_axes:
-            raise ValueError(f"segments: expected {num_axes} axes in each segment, got {found} at index {i}")
+        if not isinstance(part, Tokens):
+            num_axes = _check_part("segments", part, num_axes, i)
     if num_axes is None:
         raise ValueError("num_axes: expected a number if no segment is a grid, got None")
     for i, segment in enumerate(segments):
         axes: tuple[int, ...] = ()
         if isinstance(segment, Tokens) and segment.rule == "axis":
             axes = (segment.axis,)
-        elif isinstance(segment, After):
-            axes = (*(segment.axes or ()), *(segment.advance or ()))
-        elif isinstance(segment, Before):
-            axes = segment.axes or ()
+        elif isinstance(segment, (After, Before)):
+            axes = (*(segment.axes or ()), *(getattr(segment, "advance", None) or ()))
         if any(not 0 <= axis < num_axes for axis in axes):
             raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} at index {i}")
-        table = segment.grid if isinstance(segment, (After, Before)) else segment
-        if isinstance(table, Coordinates) and table.coords.ndim != 2:
-            raise ValueError(f"segments: expected coords of shape (N, K), got {tuple(table.coords.shape)} at index {i}")
-    return num_axes
+    return num_axes, [part.length if isinstance(part, Tokens) else part.num_tokens for part in parts]
 
 
-def _length(segment: Segment) -> int:
-    if isinstance(segment, Tokens):
-        return segment.length
-    return segment.grid.num_tokens if isinstance(segment, (After, Before)) else segment.num_tokens
-
-
-def _format_sum(lengths: Sequence[int]) -> str:
-    return " + ".join(map(str, lengths))
+def _check_part(name: str, part: Grid | Coordinates, num_axes: int | None, i: int) -> int:
+    """Check that part ``i`` has positions (N, K) that don't depend on an origin, and return its number of axes."""
+    if isinstance(part, Grid) and part.origin is not None:
+        raise ValueError(f"{name}: expected positions without an origin tensor, got a Grid with one at index {i}")
+    if isinstance(part, Coordinates) and part.coords.ndim != 2:
+        raise ValueError(f"{name}: expected coords of shape (N, K), got {tuple(part.coords.shape)} at index {i}")
+    if num_axes not in (None, part.num_axes):
+        raise ValueError(f"{name}: expected {num_axes} axes in each {name[:-1]}, got {part.num_axes} at index {i}")
+    return part.num_axes
 
 
 def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Grid | Coordinates, float]:
@@ -455,21 +444,10 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
     for i, sample in enumerate(samples):
         if not isinstance(sample, (Grid, Coordinates)):
             raise TypeError(f"samples: expected a Grid or Coordinates at index {i}, got {describe_positions(sample)}")
-        _check_known("samples", sample, i)
-        if isinstance(sample, Coordinates) and sample.coords.ndim != 2:
-            raise ValueError(f"samples: expected coords of shape (N, K), got {tuple(sample.coords.shape)} at index {i}")
-        if sample.num_axes != samples[0].num_axes:
-            raise ValueError(
-                f"samples: expected {samples[0].num_axes} axes in each sample, got {sample.num_axes} at index {i}"
-            )
+        _check_part("samples", sample, samples[0].num_axes, i)
     if device is None:
         device = next((s.coords.device for s in samples if isinstance(s, Coordinates)), "cpu")
     return [s.explicit(device).explicit() if isinstance(s, Grid) else s.to(device).explicit() for s in samples]
-
-
-def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
-    if isinstance(part, Grid) and part.origin is not None:
-        raise ValueError(f"{name}: expected positions without an origin tensor, got a Grid with one at index {i}")
 
 
 def _join(parts: Sequence[Coordinates]) -> Coordinates:

@@ -90,18 +90,15 @@ def sequence(shape: Shape) -> Grid:
     return Grid((math.prod(shape),))
 
 
-def _merge(shape: Shape, merge: int) -> Coordinates:
+def merged_video(shape: Shape, merge: int = 2) -> Coordinates:
+    shape = frames(shape)
     if shape[1] % merge or shape[2] % merge:
         raise ValueError(f"shape: expected height and width to be multiples of {merge}, got {shape[1:]}")
     return Grid(shape).take(window_order(shape, (1, merge, merge)))
 
 
 def merged(shape: Shape, merge: int = 2) -> Coordinates:
-    return _merge(frames(shape), merge).select((1, 2))
-
-
-def merged_video(shape: Shape, merge: int = 2) -> Coordinates:
-    return _merge(frames(shape), merge)
+    return merged_video(shape, merge).select((1, 2))
 
 
 def layered(shape: Shape) -> Grid:

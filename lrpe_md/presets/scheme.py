@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_frequencies, check_precise, count_axes
+from ..checks import check_at_least, check_frequencies, check_precise, plural
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -162,7 +162,8 @@ class Axial:
             axis_map=self.axis_map, sections=sections, gaps=None if self.by_head else gaps,
             num_heads=num_heads if self.by_head else None,
         )  # fmt: skip
-        omega = self._in_heads(lay(thetas), num_heads)
+        omega = lay(thetas)
+        omega = omega.reshape(num_heads, -1, self.num_axes) if self.across_heads else omega
         if len(set(amplitudes)) == 1:
             return omega, amplitudes[0]
         gain = lay([torch.full_like(t, a) for t, a in zip(thetas, amplitudes, strict=True)]).sum(-1)
@@ -171,9 +172,6 @@ class Axial:
                 "scaling: expected one amplitude for all axes if frequencies differ between heads, got several"
             )
         return omega, torch.where(gain[0] == 0, 1.0, gain[0])
-
-    def _in_heads(self, omega: Tensor, num_heads: int) -> Tensor:
-        return omega.reshape(num_heads, -1, self.num_axes) if self.across_heads else omega
 
 
 @dataclass(frozen=True)
@@ -300,9 +298,7 @@ class Scheme:
         if not isinstance(self.frequencies, (Axial, Dense)):
             raise TypeError(f"frequencies: expected Axial or Dense, got {type(self.frequencies).__name__}")
         check_fields(self)
-        for name in ("head_dim", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_at_least(1, head_dim=self.head_dim, num_heads=self.num_heads)
         if self.map == "cosine" and self.pairs != "interleaved":
             raise ValueError(f"pairs: can't be set with map='cosine', which has no pairs, got {self.pairs!r}")
         if self.map == "rotate" and self.order != "cos_sin":
@@ -403,10 +399,7 @@ class Preset:
     @property
     def pairs(self) -> Any:
         """``pairs`` argument for :func:`lrpe_md.rotate`."""
-        if self.scheme.pairs != "blocks":
-            return self.scheme.pairs
-        assert self.blocks is not None
-        return self.blocks
+        return self.blocks if self.scheme.pairs == "blocks" else self.scheme.pairs
 
     @property
     def options(self) -> dict[str, Any]:
@@ -541,7 +534,7 @@ class Preset:
             )
         if grid.num_axes == self.num_axes:
             return grid
-        axes = count_axes(self.num_axes)
+        axes = plural(self.num_axes, "axis")
         if len(shape) == self.num_axes:
             raise ValueError(
                 f"grid: expected positions with {axes}, like {self.name}'s frequencies, got "
@@ -605,14 +598,11 @@ def make_preset(
             if scheme.pairs == "blocks":
                 blocks = frequencies.blocks(channels)
         build = partial(frequencies.build, channels, num_heads, seed)
-        omega, amplitude = build() if changes or _heads_matter(frequencies) else _fitting(name, head_dim, build)
+        heads_matter = isinstance(frequencies, Axial) and (frequencies.by_head or frequencies.across_heads)
+        omega, amplitude = build() if changes or heads_matter else _fitting(name, head_dim, build)
         check_frequencies("frequencies", omega)
     phase = None if scheme.phase is None else (num_heads, channels)
     return Preset(name, scheme, head_dim, num_heads, omega.double(), amplitude, phase, rotated, blocks)
-
-
-def _heads_matter(frequencies: Axial | Dense) -> bool:
-    return isinstance(frequencies, Axial) and (frequencies.by_head or frequencies.across_heads)
 
 
 def _read_scale(grid: Any) -> tuple[float, ...] | None:

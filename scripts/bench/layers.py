@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from lrpe_md.testing import Case
+from ..common.cases import Case
 
 __all__ = ["TEXT_WORKLOADS", "WORKLOADS", "Workload"]
 

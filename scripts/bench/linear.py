@@ -35,8 +35,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lrpe_md import cosine, linear_attention, rotate
 from lrpe_md.reference import activate
-from lrpe_md.testing import LinearCase, check_linear
 
+from ..common.cases import LinearCase, check_linear
 from ..common.devices import choose_gpu
 from ..common.options import LIMIT, OUT
 from ..common.provenance import measured_on

@@ -15,8 +15,8 @@ from rich.console import Console
 from torch import Tensor
 
 from lrpe_md import Grid
-from lrpe_md.testing import LinearCase
 
+from ..common.cases import LinearCase
 from .measure import cold_times, quantiles
 
 COLUMNS: tuple[str, ...] = (

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from lrpe_md import Grid, Norm, linear_attention, preset
 from lrpe_md.reference import activate
-from lrpe_md.testing import LinearCase
 
+from ..common.cases import LinearCase
 from .linear_measure import BF16, BIDIRECTIONAL, TURNS, Attend, Inputs, Run, make_inputs, make_pass, shrink
 from .measure import describe_error
 

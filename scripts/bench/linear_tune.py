@@ -27,8 +27,8 @@ from lrpe_md.engine.linear.plan import (
     LinearPass,
     LinearTile,
 )
-from lrpe_md.testing import LinearCase
 
+from ..common.cases import LinearCase
 from .linear_measure import WORKLOADS, Inputs, make_inputs, make_pass
 
 # Numbers of state elements. Each row of TILES has a tile for each of these numbers.

@@ -20,8 +20,9 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import Coordinates
-from lrpe_md.testing import Inputs, budget_violation, rounded_angles, run
+from lrpe_md.testing import budget_violation, rounded_angles
 
+from ..common.cases import Inputs, run
 from .peers import OURS, Forward, Peer, large_inputs
 
 PASSES = ("fwd", "bwd", "bwd_omega", "fwdbwd")

@@ -20,8 +20,8 @@ import lrpe_md
 from lrpe_md import CosineMd, RotateMd, reference, rotate
 from lrpe_md.engine.core.call import Needs
 from lrpe_md.engine.encode.operator import ENCODE
-from lrpe_md.testing import Inputs, as_tuple
 
+from ..common.cases import Inputs, as_tuple
 from .layers import Workload
 from .measure import Session, describe, device_events, quantiles, scratch, time_peer
 from .peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs, make_call

@@ -28,8 +28,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from lrpe_md.testing import Case, LinearCase
-
+from ..common.cases import Case, LinearCase
 from ..common.devices import choose_device
 from ..common.folder import save_whole, unused_path
 from ..common.options import LIMIT, choose, group_options

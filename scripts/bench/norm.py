@@ -30,8 +30,8 @@ from torch.nn import functional as F
 
 from lrpe_md import Grid, Norm, rotate
 from lrpe_md.reference import angles, join_pairs, split_pairs
-from lrpe_md.testing import Case, check
 
+from ..common.cases import Case, check
 from ..common.devices import choose_gpu
 from ..common.options import LIMIT, OUT
 from ..common.provenance import measured_on

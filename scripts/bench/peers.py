@@ -27,7 +27,8 @@ from lrpe_md.engine.core.operator import is_direct
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.encode.tables import replace_angles, store_angles
 from lrpe_md.engine.encode.validate import validate
-from lrpe_md.testing import Case, Inputs, bind, make_tables
+
+from ..common.cases import Case, Inputs, bind, make_tables
 
 Forward = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (xs, omega) -> ys
 

@@ -14,12 +14,14 @@ import numpy as np
 import pandas as pd
 import typer
 
+from lrpe_md.checks import plural
+
 from ..adapters.sweep import COLUMNS as SWEPT
 from ..adapters.sweep import read_outcomes
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
-from ..common.options import choose, plural
+from ..common.options import choose
 from ..common.plots import STYLE, WIDTH, add_legend, choose_colors, plt, save
 from ..common.provenance import name_commits
 from . import front, linear_report

@@ -21,8 +21,7 @@ import torch
 import typer
 from rich.console import Console
 
-from lrpe_md.testing import Case, bind, check
-
+from ..common.cases import Case, bind, check
 from ..common.devices import choose_gpu
 from ..common.options import OUT
 from ..common.provenance import measured_on

@@ -47,8 +47,8 @@ from rich.table import Table
 from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.encode.plan import TILES, Pass, Tile
 from lrpe_md.engine.linear.plan import LinearTile
-from lrpe_md.testing import Case, Inputs, bind
 
+from ..common.cases import Case, Inputs, bind
 from ..common.devices import gpu_name
 from ..common.options import LIMIT, OUT
 from ..common.provenance import git_commit, versions

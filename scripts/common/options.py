@@ -24,7 +24,6 @@ __all__ = [
     "finite",
     "group_options",
     "in_shell_terms",
-    "plural",
     "positive",
     "warn_of_smoke",
 ]
@@ -69,11 +68,6 @@ def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"expected a finite number, got {value}")
     return value
-
-
-def plural(number: int, noun: str) -> str:
-    """Format a number with its noun, such as "1 step" or "1200 steps"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def choose(option: str, wanted: Iterable[str], known: Iterable[str], advice: str = "") -> list[str]:

@@ -18,10 +18,11 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from lrpe_md.checks import plural
+
 from ...models.text import LabelEncoder, Text, TextEncoder, TextFeatures, tokenize
 from ..common.devices import sent
 from ..common.folder import read_json
-from ..common.options import plural
 
 FEATURES = "features.json"
 FORMAT = 1  # format version of feature folders

@@ -20,9 +20,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from lrpe_md.checks import plural
+
 from ..common.devices import choose_device
 from ..common.folder import new_folder
-from ..common.options import choose, plural
+from ..common.options import choose
 from .data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Shape, Sizes, parse_mixed
 from .data.footage import find_films, is_footage, sort_films
 from .data.pictures import Pictures, open_pictures

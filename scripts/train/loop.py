@@ -56,9 +56,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from lrpe_md.checks import plural
+
 from ..common.devices import choose_device
 from ..common.folder import flat, show_value
-from ..common.options import plural
 from .checkpoint import FORMAT, first_sentence, read_checkpoint, save_checkpoint
 from .config import DATA, MODEL, Training, find_panel, parse_betas
 from .encodings import find_reference, has_coordinates

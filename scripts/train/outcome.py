@@ -12,11 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lrpe_md.checks import plural
 from lrpe_md.integrations.encoding import EncodingStack
 
 from ..common.devices import gpu_name
 from ..common.folder import flat, write
-from ..common.options import plural
 from ..common.provenance import git_commit, versions
 from .data.records import LISTED
 from .history import HISTORY

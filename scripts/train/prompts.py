@@ -17,10 +17,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from lrpe_md.checks import plural
+
 from ...models.dit import DiT, TrainedGrids
 from ...models.text import Text, tokenize
 from ..common.folder import save_whole
-from ..common.options import choose, plural
+from ..common.options import choose
 from .checkpoint import restore
 from .conditions import build_encoder
 from .data.buckets import parse_size

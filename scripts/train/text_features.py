@@ -19,10 +19,12 @@ from numpy.lib.format import open_memmap
 from rich.console import Console
 from rich.progress import track
 
+from lrpe_md.checks import plural
+
 from ...models.text import PretrainedEncoder
 from ..common.devices import choose_device
 from ..common.folder import new_folder
-from ..common.options import choose, plural
+from ..common.options import choose
 from .checkpoint import digest_of, first_sentence
 from .conditions import FEATURES, FORMAT
 from .data.footage import find_films, is_footage

@@ -16,8 +16,9 @@ from accelerate import PartialState
 from rich.console import Console
 from torch import Tensor, nn
 
+from lrpe_md.checks import plural
+
 from ..common.folder import claim
-from ..common.options import plural
 from .config import Training, list_model_options, settings_of
 from .loop import Trainer, begin
 from .order import Steps

@@ -6,6 +6,7 @@ reference on a CPU and the kernels on a GPU.
 
 import pytest
 import torch
+from lrpe_md.scripts.common.cases import Case, make_inputs
 from parametrizing import COMPILERS, parametrize_each
 from torch import nn
 from torch.autograd import forward_ad
@@ -16,7 +17,6 @@ from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, cosine, rotate
 from lrpe_md.engine.core.call import Needs, Options
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.encode.validate import validate
-from lrpe_md.testing import Case, make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MAPS, IMPLS = {"cosine": cosine, "rotate": rotate}, ("auto", "triton")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lrpe_md.scripts.common.cases import LinearCase, bind_linear, make_linear_inputs, run_linear
 from parametrizing import slow_except
 from torch import nn
 from torch.autograd import forward_ad
@@ -21,7 +22,6 @@ from lrpe_md.engine.core.memory import like_in_memory
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Sides
 from lrpe_md.engine.linear.operator import ATTEND
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
-from lrpe_md.testing import LinearCase, bind_linear, make_linear_inputs, run_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("device", DEVICES)

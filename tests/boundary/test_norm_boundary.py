@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lrpe_md.scripts.common.cases import Case, bind, make_inputs
 from parametrizing import COMPILERS, slow_except
 from torch import nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
@@ -12,7 +13,6 @@ from lrpe_md.engine.core.call import Needs, Options
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.encode.validate import validate
-from lrpe_md.testing import Case, bind, make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -5,10 +5,10 @@ An older torch can't trace everything that the newest one can: ``make oldest``.
 
 import pytest
 import torch
+from lrpe_md.scripts.common.cases import Case, LinearCase, bind, bind_linear, make_inputs, make_linear_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_md import cosine, rotate
-from lrpe_md.testing import Case, LinearCase, bind, bind_linear, make_inputs, make_linear_inputs
 
 ENCODINGS = {
     "rotate": Case("rotate", (4, 4), heads=(4, 2), head_dim=16),

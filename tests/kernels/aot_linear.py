@@ -15,6 +15,7 @@ from typing import Any
 import aot
 import torch
 import triton
+from lrpe_md.scripts.common.cases import LinearCase, LinearInputs, make_linear_inputs
 
 from lrpe_md.engine import kernels
 from lrpe_md.engine.core import launching
@@ -24,7 +25,6 @@ from lrpe_md.engine.linear import launch_memory
 from lrpe_md.engine.linear import plan as plans
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
-from lrpe_md.testing import LinearCase, LinearInputs, make_linear_inputs
 
 BF16, HALF = torch.bfloat16, torch.float16
 # test_aot.py checks that row sums stay in a warp, that factors of causal products are read in their stored layout, and

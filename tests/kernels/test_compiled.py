@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from lrpe_md.scripts.common import cases
+from lrpe_md.scripts.common.cases import Case, LinearCase
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lrpe_md import Grid, cosine, linear_attention, rotate, testing
+from lrpe_md import Grid, cosine, linear_attention, rotate
 from lrpe_md.engine.core.memory import split_projection
 from lrpe_md.engine.encode.views import split_qkv
-from lrpe_md.testing import Case, LinearCase
 
 kernels = pytest.importorskip("lrpe_md.engine.kernels")
 SCRIPT = Path(__file__).parent / "inductor.py"
@@ -380,11 +381,11 @@ def test_compiled_bits_equal_eager_in_every_case(case, dtype, learn, monkeypatch
     from torch._inductor.utils import run_and_get_code
 
     linear = isinstance(case, LinearCase)
-    name, make = ("bind_linear", testing.make_linear_inputs) if linear else ("bind", testing.make_inputs)
-    call, bind = testing.run_linear if linear else testing.run, getattr(testing, name)
+    name, make = ("bind_linear", cases.make_linear_inputs) if linear else ("bind", cases.make_inputs)
+    call, bind = cases.run_linear if linear else cases.run, getattr(cases, name)
     inputs = make(replace(case, dtype=dtype), "cuda")
     expected = call(inputs, "triton", frequencies=learn)
-    monkeypatch.setattr(testing, name, lambda *args: torch.compile(bind(*args), fullgraph=True))
+    monkeypatch.setattr(cases, name, lambda *args: torch.compile(bind(*args), fullgraph=True))
     found, codes = run_and_get_code(call, inputs, "triton", frequencies=learn)
     assert_same_bits(found, expected)
     left = (linear and case.mask == "causal") or (case.norm_weight == "by_head" and case.norm_groups > 1)

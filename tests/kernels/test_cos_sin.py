@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lrpe_md.scripts.common.cases import Case, bind, make_inputs
 from parametrizing import parametrize_each
 from test_kernels import ACTS, CUTS, DTYPES, violations
 
@@ -11,7 +12,6 @@ from lrpe_md import Norm, rotate
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
 from lrpe_md.engine.kernels.signature import pack_numbers
-from lrpe_md.testing import Case, bind, make_inputs
 
 pytestmark = pytest.mark.sampled
 FULL = Case("rotate", (5, 7), tables="full", suffix=2)

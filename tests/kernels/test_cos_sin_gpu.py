@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from lrpe_md.scripts.common.cases import Case, check
 from test_gpu_cost import REPEATS, Call, host_us, no_synchronisation, num_variants, on_gpu, profiled
 
 from lrpe_md import Norm, rotate
 from lrpe_md.engine.encode import launch
-from lrpe_md.testing import Case, check
 
 pytestmark = pytest.mark.gpu
 FULL = Case("rotate", (14, 14), tables="full", head_dim=64, suffix=2)

@@ -8,10 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from gpu_memory import skip_without
+from lrpe_md.scripts.common.cases import Case, check, make_inputs, run
 from parametrizing import ACTS
 
 from lrpe_md import Grid, cosine, rotate
-from lrpe_md.testing import Case, budget_violation, check, make_inputs, run
+from lrpe_md.testing import budget_violation
 
 pytestmark = pytest.mark.gpu
 CONSTEXPR = ("lrpe_md.engine.core.call", "Variant")  # all options that the kernels are compiled for, as one value

@@ -19,6 +19,16 @@ from lrpe_md.scripts.bench.linear_measure import make_pass, time_calls
 from lrpe_md.scripts.bench.measure import device_events
 from lrpe_md.scripts.bench.modes import first_calls, host_times, raw_launch
 from lrpe_md.scripts.bench.peers import large_inputs
+from lrpe_md.scripts.common.cases import (
+    Case,
+    Inputs,
+    LinearCase,
+    bind,
+    make_inputs,
+    make_linear_inputs,
+    run,
+    run_linear,
+)
 from torch import Tensor
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, linear_attention, rotate
@@ -26,18 +36,7 @@ from lrpe_md.engine import kernels
 from lrpe_md.engine.core import reduction
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.kernels.signature import LONG_STRIDE
-from lrpe_md.testing import (
-    Case,
-    Inputs,
-    LinearCase,
-    bind,
-    budget_violation,
-    make_inputs,
-    make_linear_inputs,
-    rounded_angles,
-    run,
-    run_linear,
-)
+from lrpe_md.testing import budget_violation, rounded_angles
 
 pytestmark = pytest.mark.gpu
 MAPS = {"cosine": cosine, "rotate": rotate}

@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 from interpreting import OWN, PatchOnce, quicken
+from lrpe_md.scripts.common.cases import Case, LinearCase, make_inputs, make_linear_inputs, run, run_linear
 from triton.runtime import interpreter
 
 from lrpe_md import Grid, linear_attention, rotate
 from lrpe_md.engine.core import operator
 from lrpe_md.engine.core.operator import warn_of_interpreter
-from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs, run, run_linear
 
 WARN = warn_of_interpreter
 pytestmark = pytest.mark.skipif(not operator.INTERPRETING, reason="needs the interpreter")

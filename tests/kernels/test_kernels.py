@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from lrpe_md.scripts.common.cases import Case, check, make_inputs, run
 from parametrizing import ACTS, parametrize_each
 
 from lrpe_md import Grid, cosine, rotate
@@ -14,7 +15,6 @@ from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.kernels.signature import LONG_STRIDE
-from lrpe_md.testing import Case, check, make_inputs, run
 
 pytestmark = pytest.mark.sampled
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

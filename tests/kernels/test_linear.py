@@ -10,6 +10,7 @@ from parametrizing import each_value_rows, parametrize_each, slow_except
 
 pytest.importorskip("triton")
 
+from lrpe_md.scripts.common.cases import LinearCase, check_linear, make_linear_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_md import Grid, checks, linear_attention
@@ -20,7 +21,6 @@ from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.reference import ACTIVATIONS
-from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs
 
 pytestmark = [
     pytest.mark.sampled,

@@ -8,9 +8,10 @@ from gpu_memory import skip_without
 
 pytest.importorskip("triton")
 
+from lrpe_md.scripts.common.cases import LinearCase, check_linear, make_linear_inputs, run_linear
+
 from lrpe_md import Grid, linear_attention
 from lrpe_md.engine import kernels
-from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
 pytestmark = pytest.mark.gpu
 

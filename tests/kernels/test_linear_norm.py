@@ -6,11 +6,12 @@ from parametrizing import parametrize_each
 
 pytest.importorskip("triton")
 
+from lrpe_md.scripts.common.cases import LinearCase, check_linear, make_linear_inputs, run_linear
+
 from lrpe_md import Grid, Norm, linear_attention
 from lrpe_md.engine.core.operator import INTERPRETING, call_cache
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.reference import ACTIVATIONS
-from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
 pytestmark = [
     pytest.mark.sampled,

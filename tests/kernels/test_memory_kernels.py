@@ -9,12 +9,13 @@ from parametrizing import slow_except
 
 pytest.importorskip("triton")
 
+from lrpe_md.scripts.common.cases import LinearCase, check_linear, make_linear_inputs, run_linear
+
 from lrpe_md.engine.core.operator import INTERPRETING, call_cache
 from lrpe_md.engine.linear import launch, launch_memory
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
-from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
 pytestmark = [
     pytest.mark.sampled,

@@ -5,9 +5,9 @@ import torch
 from gpu_memory import skip_without
 from lrpe_md.scripts.bench import norm as bench
 from lrpe_md.scripts.bench.measure import device_events
+from lrpe_md.scripts.common.cases import Case, check, make_inputs, run
 
 from lrpe_md import Grid, Norm, rotate
-from lrpe_md.testing import Case, check, make_inputs, run
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

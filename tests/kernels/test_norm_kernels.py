@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lrpe_md.scripts.common.cases import Case, check, make_inputs, run
 from parametrizing import ACTS, parametrize_each
 
 from lrpe_md import Grid, Norm, rotate
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
-from lrpe_md.testing import Case, check, make_inputs, run
 
 pytestmark = pytest.mark.sampled
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -166,7 +166,7 @@ def test_parts_share_weights(token_blocks, heads, groups, batch):
 def test_only_weights_require_gradients(over):
     """dγ is computed if neither x nor ω requires a gradient."""
     inputs = make_inputs(Case("rotate", norm="layer", norm_over=over))
-    from lrpe_md.testing import bind
+    from lrpe_md.scripts.common.cases import bind
 
     weights = [t.requires_grad_() for t in inputs.weights.values()]
     expected, found = (

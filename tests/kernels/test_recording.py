@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from lrpe_md.scripts.common.cases import Case, LinearCase, make_inputs, make_linear_inputs
+
 from lrpe_md.engine.core.call import Needs, Options
 from lrpe_md.engine.core.memory import split_projection
 from lrpe_md.engine.core.norms import take_norm
@@ -17,7 +19,6 @@ from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
-from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs
 
 
 class StandIns:

@@ -36,7 +36,7 @@ from interpreting import quicken
 
 quicken(pytest.MonkeyPatch())
 import torch
-from lrpe_md.testing import Case, check
+from lrpe_md.scripts.common.cases import Case, check
 found = [*check(Case(act="square")), *check(Case("rotate", act="square", rotary_dim=8))]
 assert not found, found
 try:

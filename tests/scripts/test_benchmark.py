@@ -29,11 +29,10 @@ from lrpe_md.scripts.bench.measure import (
 )
 from lrpe_md.scripts.bench.modes import custom_op, raw_launch
 from lrpe_md.scripts.bench.peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
+from lrpe_md.scripts.common.cases import bind
 from lrpe_md.scripts.common.markdown import PAGES
 from rich.console import Console
 from typer.testing import CliRunner
-
-from lrpe_md.testing import bind
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -6,9 +6,10 @@ import pytest
 import torch
 from lrpe_md.scripts.bench import tables
 from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.common.cases import make_inputs
 from typer.testing import CliRunner
 
-from lrpe_md.testing import Violation, make_inputs
+from lrpe_md.testing import Violation
 
 SMOKE = ("tables", "--device", "cpu", "--smoke")
 

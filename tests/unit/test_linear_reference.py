@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lrpe_md.scripts.common import cases
+from lrpe_md.scripts.common.cases import LinearCase, bind_linear, check_linear, make_linear_inputs, run_linear
 from parametrizing import ACTS
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
@@ -21,9 +23,7 @@ from lrpe_md import (
     reference,
     reference_linear,
     reference_products,
-    testing,
 )
-from lrpe_md.testing import LinearCase, bind_linear, check_linear, make_linear_inputs, run_linear
 
 ACTIVATIONS = {
     "none": lambda x: x,
@@ -497,11 +497,9 @@ def test_wrong_result_exceeds_the_budget(monkeypatch, dtype):
                 found[_name] = found[_name] * (1 + 40 * torch.finfo(dtype).eps)
             return found
 
-        monkeypatch.setattr(testing, "run_linear", wrong)
+        monkeypatch.setattr(cases, "run_linear", wrong)
         assert {v.name for v in check_linear(case, "wrong")} == {name}
-    monkeypatch.setattr(
-        testing, "run_linear", lambda inputs, impl, **options: run_linear(inputs, "reference", **options)
-    )
+    monkeypatch.setattr(cases, "run_linear", lambda inputs, impl, **options: run_linear(inputs, "reference", **options))
     assert check_linear(case, "wrong") == []
 
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from lrpe_md.scripts.common.cases import Case, bind, make_inputs
 from torch import nn
 
 from lrpe_md import Coordinates as Coords
 from lrpe_md import CosineMd, Grid, Norm, Rotate1d, RotateMd, cosine, rotate
-from lrpe_md.testing import Case, bind, make_inputs
 
 B, H, N, D = 2, 4, 13, 16
 GRID = Grid((3, 4), prefix=1)

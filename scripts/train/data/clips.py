@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lrpe_md.checks import plural
+
 from ...common.devices import sent
 from ...common.folder import list_visible
-from ...common.options import plural
 from .images import TEST_FOLDERS
 from .streams import hold_out
 from .videos import SUFFIXES, VideoError, advise_on_pictures, decode_all, describe_files

@@ -20,9 +20,10 @@ from timm.data.dataset_factory import create_dataset
 from torch import Tensor
 from torch.nn import functional as F
 
+from lrpe_md.checks import plural
+
 from ...common.devices import sent
 from ...common.folder import list_visible
-from ...common.options import plural
 from .records import choose_subset
 from .streams import (
     SUFFIXES,

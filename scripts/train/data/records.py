@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import typer
 
-from ...common.options import plural
+from lrpe_md.checks import plural
 
 CONDITIONS = ("auto", "captions", "labels", "none")
 LISTED = 20  # largest number of classes to list
