@@ -444,6 +444,45 @@ def test_gains_of_memories_that_forget_are_measured():
     assert f"{gain}, {delta.mean():.0f} ± {half_width(delta):.0f} points." in text
 
 
+def test_losses_without_mapped_positions_are_measured():
+    """On larger images, encodings lose more than no positions. On smaller ones, softplus with softmax doesn't."""
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    rows = pd.read_csv(ROOT / "scripts" / "results" / "ablate-image" / "results.csv", keep_default_na=False)
+    rows = rows[rows.positions == "extrapolated"]
+    means = rows.astype({"value": float}).groupby(["attention", "encoding", "size"]).value.mean().unstack()
+    loss = means.rsub(means["28x28"], axis=0).drop(columns="28x28")
+    added = loss.sub(loss.xs("none", level="encoding"), level="attention").drop(["none", "learned"], level="encoding")
+    assert (added.drop(columns="20x20") > 10).all(None)
+    softplus = added.loc[["softmax"], "20x20"].filter(like="cosine-softplus")
+    assert softplus.between(0, 2).all()
+    assert (added["20x20"].drop(softplus.index) > 10).all()
+    assert "On larger images, it loses more than a model without positions, unless its learned table" in text
+    assert "but cosine with softplus and softmax attention loses about as much." in text
+
+
+def test_the_lead_of_rotation_on_images_is_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    values = read_values("image")
+    linear, softmax = (values["rotate", kind] - values["sincos", kind] for kind in ("linear", "softmax"))
+    assert f"ahead of it by {linear.mean():.1f} ± {half_width(linear):.1f} points with linear attention." in text
+    assert softmax.mean() < half_width(softmax)
+    assert f"its lead of {softmax.mean():.1f} ± {half_width(softmax):.1f} points is not clear." in text
+
+
+def test_softmax_layers_in_long_clips_are_measured():
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    rows = pd.read_csv(ROOT / "scripts" / "results" / "ablate-recall" / "results.csv", keep_default_na=False)
+    rows = rows[rows.encoding == "rotate"].set_index(["question", "size", "attention", "seed"]).value.astype(float)
+    place, key = rows["by place", "64x4x4"], rows["by key"]
+    decay, delta = (place[name] - place[f"{name},{name},{name},softmax"] for name in ("decay", "delta"))
+    assert abs(decay.mean()) < half_width(decay)
+    worse = f"models with overwriting are {delta.mean():.1f} ± {half_width(delta):.1f} points worse"
+    assert f"the gain is gone with decay, and {worse} than without these layers." in text
+    ahead = (key[size]["delta,delta,delta,softmax"] - key[size]["decay"] for size in ("32x4x4", "64x4x4"))
+    shorter, longer = (f"{each.mean():.1f} ± {half_width(each):.1f} points" for each in ahead)
+    assert f"ahead of decay by {shorter} at 32 frames, and by {longer} at 64." in text
+
+
 def test_the_gap_that_a_few_softmax_layers_close_is_measured():
     text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
     loss = read_values("diffusion-hybrids")["rotate"]
