@@ -228,20 +228,21 @@ class Rotate1d(RotateMd):
             )
         if gain is not None:
             check_broadcast("amplitude", amplitude, gain.shape)
-        name, shape = next(((n, s) for n, s in self.shapes.items() if n.endswith("theta")), ("", None))
-        if shape is None and omega.shape[0] not in (1, self.omega.shape[0]):
-            raise ValueError(
-                f"theta: expected 1 head or the module's number of heads, {self.omega.shape[0]}, got "
-                f"{tuple(theta.shape)}"
-            )
-        if shape is not None:
-            if theta.shape != shape and omega.shape[0] == 1 and shape == (1, self.num_channels):
-                theta = theta[None]
-            if theta.shape != shape:
+        learned = next((name for name in self.shapes if name.endswith(("theta", "omega"))), None)
+        if learned is None:
+            if omega.shape[0] not in (1, self.omega.shape[0]):
                 raise ValueError(
-                    f"theta: expected the shape of the learned frequencies, {tuple(shape)}, got {tuple(theta.shape)}"
+                    f"theta: expected 1 head or the module's number of heads, {self.omega.shape[0]}, got "
+                    f"{tuple(theta.shape)}"
                 )
-            self.load_state_dict({"theta": theta.to(self.get_parameter(name))}, strict=False)
+        else:
+            shape = tuple(self.shapes[learned])[:2]
+            values = omega[..., 0] if learned == "omega" or shape == (1, self.num_channels) else theta
+            if values.shape != shape:
+                raise ValueError(
+                    f"theta: expected the shape of the learned frequencies, {shape}, got {tuple(theta.shape)}"
+                )
+            self.load_state_dict({"omega": values.flatten()} if learned == "omega" else {"theta": values}, strict=False)
         for name, value in (("omega", omega), ("amplitude", amplitude)):
             for own in (self._buffers.get(name), self._buffers.get(f"trained_{name}")):
                 if own is not None:

@@ -390,12 +390,15 @@ def test_module_with_custom_theta(shape, learnable):
     torch.testing.assert_close(module(q, k, offset=2)[1], changed, rtol=0, atol=1e-6)
 
 
-def test_set_frequencies_of_a_learned_series():
-    module = Rotate1d(8, learnable=True)
-    learned = module.log_theta
-    module.set_frequencies(geometric_theta(4) / 3)
-    assert module.log_theta is learned
-    torch.testing.assert_close(module.get_omega()[0, :, 0].detach(), (geometric_theta(4) / 3).float())
+@pytest.mark.parametrize("frequencies", ["axial", "mixed"])
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_set_learned_frequencies(frequencies, num_heads):
+    module = Rotate1d(8, frequencies=frequencies, learnable=True, num_heads=num_heads)
+    (learned,) = module.parameters()
+    theta = geometric_theta(4) / torch.arange(3, 3 + num_heads)[:, None]
+    module.set_frequencies(theta.squeeze(0))
+    assert next(module.parameters()) is learned
+    torch.testing.assert_close(module.get_omega()[..., 0].detach(), theta.float())
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
