@@ -39,14 +39,12 @@ class Run(NamedTuple):
 
     Attributes:
         follows: dimensions of the leaf that follow an axis of x, or positions.
-        gathers: whether any dimension follows positions.
-        index, order: index and permutation that view the channels as (N, W), (B, N, W) or (B or 1, H, N, W), after rows
-            are gathered. See :func:`arrange`.
+        index, order: view the channels as (N, W), (B, N, W) or (B or 1, H, N, W), after rows are gathered. See
+            :func:`arrange`.
     """
 
     leaf: int
     follows: tuple[tuple[int, Follow], ...]
-    gathers: bool
     index: Any
     order: tuple[int, ...] | None
     negated: bool
@@ -60,10 +58,8 @@ class Turn(NamedTuple):
         rows: where the first token's row is: "start", "end" (rows and tokens end together), or "offset" (an argument).
         heads: width of a head if x has all heads in its last dimension, or else 0.
         axes: axes of x for batch, heads and tokens. Tables vary along the last one. Negative numbers are new axes.
-        index, order: index and permutation that view x as (B, H, N, D).
-        back_order, back_index: inverses of order and index.
-        shuffle: shape for regrouping the channels ``span`` before the rotation, as unflatten(-1, shuffle).mT. With
-            None, the channels keep their order.
+        index, order: view x as (B, H, N, D). ``back_order`` and ``back_index`` are their inverses.
+        shuffle: shape for regrouping the channels ``span`` before the rotation, or None.
         pairs, rotary_dim, inverse: see :func:`rotate`.
     """
 
@@ -88,15 +84,13 @@ class RotationPlan(NamedTuple):
     """Effect of the function on arguments of one kind (see :func:`describe`).
 
     Attributes:
+        like_next: whether each turn equals the next one, because some versions of Dynamo can't compare slices.
         relations: one character for each x: EQUAL, MORE or FEWER.
-        like_next: whether each turn equals the next one. This is stored, because some versions of Dynamo can't compare
-            slices.
         form: type of the output, "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
         broadcast_axes: axes of x along which a table may have a single row for all tokens.
-        same_lengths: whether all x with the same relation must have equally many tokens, because the rows that rotate
-            one x depend on the length of another.
-        required_sizes: dimensions that must have a specific size, as (leaf, dimension, axis of x with this size). A
-            negative third number is minus the size.
+        same_lengths: whether all x with the same relation must have equally many tokens.
+        required_sizes: dimensions of a specific size, as (leaf, dimension, axis of x with this size, or minus the
+            size).
         grids: used instead of turns: the leaves that hold sizes (B, 3) and a complex table (L, D/2). See
             :func:`_run_on_grids`.
     """
@@ -140,16 +134,11 @@ def describe(value: Any, is_data: bool) -> Any:
 
 
 class _Side(NamedTuple):
-    """Sizes of one x, as (B, H, N), and of its tables.
-
-    Attributes:
-        kept: first row and number of rows to use if the tables have more rows than x has tokens.
-        tokens: number of tokens if the tables have a single row for all tokens, or else 0.
-    """
+    """Sizes of one x, as (B, H, N), and of its tables."""
 
     sizes: tuple[int, ...]
-    kept: tuple[int, int] | None
-    tokens: int
+    kept: tuple[int, int] | None  # first row and number of rows to use if the tables have more rows than x has tokens
+    tokens: int  # number of tokens if the tables have a single row for all tokens, or else 0
     prefix: int
 
 
@@ -172,16 +161,9 @@ def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) 
     """
     new = [label for label in target if label not in labels]
     items, order = [*[None] * len(new), *index], tuple([*new, *labels].index(label) for label in target)
-    if [label for label in target if label in labels] == list(labels):  # the index alone can add new ones in place
-        rest, items, order = list(index), [], None
-        for label in target:
-            while label in labels and isinstance(rest[0], int):
-                items.append(rest.pop(0))
-            items.append(rest.pop(0) if label in labels else None)
-        items += rest
-    while items and isinstance(items[-1], slice) and items[-1] == slice(None):
+    while items and items[-1] == slice(None):
         items.pop()
-    return tuple(items) or None, order
+    return tuple(items) or None, None if order == tuple(range(len(order))) else order
 
 
 def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> PreparedCall | None:
@@ -300,12 +282,11 @@ def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] 
         t = leaves[run.leaf]
         if t.is_complex():
             t = torch.view_as_real(t.resolve_conj())
-        if run.gathers or kept is not None:
-            for dim, at in reversed(run.follows):
-                if at.positions is not None:
-                    t = t[(*[slice(None)] * dim, leaves[at.positions])]
-                elif kept is not None and at.axes[0] == token:
-                    t = t.narrow(dim, *kept)
+        for dim, at in run.follows[::-1]:
+            if at.positions is not None:
+                t = t[(*[slice(None)] * dim, leaves[at.positions])]
+            elif kept is not None and at.axes[0] == token:
+                t = t.narrow(dim, *kept)
         if run.index is not None:
             t = t[run.index]
         if run.order is not None:
