@@ -11,6 +11,7 @@ import copy
 import dis
 import functools
 import importlib.util
+import itertools
 import operator
 import re
 import sys
@@ -32,6 +33,7 @@ _PRIVATE = "_lrpe_"
 _ROTARY = re.compile(r"(^|_)(rot|rotary|rotate|rope|ropes|cos|sin|freqs?|cis|pe|pos_emb|image_rotary)(_|\d|$)", re.I)
 _DEPTH = 3  # maximum depth of nested calls
 _LARGEST_TABLE = 32  # largest dict of functions that is searched
+_KINDS = {"LOAD_DEREF": "cell", "LOAD_CLOSURE": "cell", "LOAD_GLOBAL": "global", "LOAD_NAME": "global"}
 
 
 # --- names that a code object looks up -----------------------------------------------------------------------------
@@ -43,8 +45,7 @@ class Lookups(NamedTuple):
     Args:
         chains: (kind, variable, attribute, ..) for each chain, such as ``self.rope.rotate``, and for all its prefixes.
             The kind is "global", "local", or "cell" for a variable of an enclosing function.
-        imports: (module, name) of imports at run time, such as ``("2:embeddings", "apply")``, where 2 is the relative
-            level.
+        imports: (relative level and module, name) of imports at run time, such as ``("2:embeddings", "apply")``.
         others: attribute names that are looked up on anything else.
     """
 
@@ -67,12 +68,10 @@ def read_lookups(code: CodeType) -> Lookups:
         before, chain = chain, None
         if operation.startswith("LOAD_FAST"):
             chain = ("local", value[-1] if isinstance(value, tuple) else value)
-        elif operation in ("LOAD_DEREF", "LOAD_CLOSURE"):
-            chain = ("cell", value)
+        elif operation in _KINDS:
+            chain = (_KINDS[operation], value)
         elif operation in ("LOAD_CONST", "LOAD_SMALL_INT"):
             constants = (constants[1], value)
-        elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-            chain = ("global", value)
         elif operation in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
             chain = (*before, value)
         elif operation == "IMPORT_NAME":
@@ -87,7 +86,6 @@ def read_lookups(code: CodeType) -> Lookups:
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of all functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -102,7 +100,6 @@ def looks_rotary(code: CodeType) -> bool:
 
 
 def _package_of(space: Mapping[str, Any]) -> str:
-    """Return the name of the top-level package that a namespace belongs to."""
     return str(space.get("__name__")).partition(".")[0]
 
 
@@ -151,15 +148,15 @@ class Copier:
 
     def _replace_names(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
         """Return the code of a function (or of a nested one) with private names for replaced functions."""
-        constants = list(code.co_consts)
-        for i, each in enumerate(constants):
-            if isinstance(each, CodeType):
-                constants[i] = self._replace_nested(each, function, depth)
+        constants = tuple(
+            self._replace_nested(each, function, depth) if isinstance(each, CodeType) else each
+            for each in code.co_consts
+        )
         names = {} if depth else {name: self.names[name] for name in code.co_names if name in self.names}
         names |= {name: _publish(name, places) for name, places in self._find(code, function, depth).items()}
         if not names and all(map(operator.is_, constants, code.co_consts)):
             return code
-        return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=tuple(constants))
+        return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=constants)
 
     def _replace_nested(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
         if not code.co_freevars and looks_rotary(code):
@@ -234,14 +231,11 @@ def _is_same(known: Any, ours: Any) -> bool:
 
 def _publish(name: str, places: Sequence[Place]) -> str:
     """Add the replacement of ``name`` under a private name in all its places, and return that name."""
-    number = 0
-    while True:
-        private = f"{_PRIVATE}{name}{number or ''}"
-        if all(_is_same(holder.get(private, ours), ours) for holder, ours in places):
-            for holder, ours in places:
-                holder[private] = ours
-            return private
-        number += 1
+    names = (f"{_PRIVATE}{name}{number or ''}" for number in itertools.count())
+    private = next(n for n in names if all(_is_same(holder.get(n, ours), ours) for holder, ours in places))
+    for holder, ours in places:
+        holder[private] = ours
+    return private
 
 
 def _call_global(*args: Any, **kwargs: Any) -> Any:
@@ -272,8 +266,7 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
 def copy_forward(module: nn.Module, attend: Callable[..., Any]) -> FunctionType | None:
     """Return a copy of a module's forward method that calls ``attend`` in place of ``scaled_dot_product_attention``.
 
-    The private names keep ``attend`` alive. Return None if the forward method does not call SDPA, or if other methods
-    or child modules call it.
+    Return None if the forward method does not call SDPA, or if other methods or child modules call it.
     """
     kind, copier = type(module), Copier(lambda function: attend if function is SDPA else None)
     if not isinstance(kind.forward, FunctionType):
@@ -303,17 +296,13 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
 
 
 def _inner_functions(function: FunctionType) -> list[FunctionType]:
-    """Return the functions in the closure of another function."""
     values = map(_contents, function.__closure__ or ())
     return [value for value in values if isinstance(value, FunctionType) and value is not function]
 
 
 def find_method(cls: type, name: str) -> Any:
     """Return the class attribute with this name, or None. A ``staticmethod`` stays wrapped."""
-    for base in cls.__mro__:
-        if name in vars(base):
-            return vars(base)[name]
-    return None
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
@@ -321,8 +310,7 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
     found: dict[str, FunctionType] = {}
     names = [*entries]
     for name in names:  # the list grows
-        method = find_method(cls, name)
-        function = getattr(method, "__func__", method)
+        function = getattr(method := find_method(cls, name), "__func__", method)
         if isinstance(function, FunctionType) and _package_of(function.__globals__) != "torch":
             found[name] = function
             names += {path[0] for path in read_own(function)}.difference(names)
@@ -358,10 +346,10 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
 def derive_class(
     cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
 ) -> Any:
-    """Return a class of the same name with different methods. Results are cached.
+    """Return a class of the same name with different methods. ``recipe.derive(cls)`` recreates it.
 
-    ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``recipe.derive(cls)`` recreates this
-    class. ``extras`` holds additional attributes of the class's objects.
+    ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``extras`` names additional attributes
+    of the class's objects.
     """
     own: dict[str, Any] = {
         **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe,
@@ -406,12 +394,11 @@ def replaced_names(cls: type) -> set[str]:
 
 def _private_names(function: Any) -> set[str]:
     """Return the original names for the private names that a function looks up."""
-    waiting, found = [function], set[str]()
-    while waiting:
-        if isinstance(function := waiting.pop(), FunctionType):
-            found.update(name for code in _nested_codes(function.__code__) for name in code.co_names)
-            waiting += _inner_functions(function)
-    return {name.removeprefix(_PRIVATE).rstrip("0123456789") for name in found if name.startswith(_PRIVATE)}
+    if not isinstance(function, FunctionType):
+        return set()
+    found = {name for code in _nested_codes(function.__code__) for name in code.co_names if name.startswith(_PRIVATE)}
+    own = {name.removeprefix(_PRIVATE).rstrip("0123456789") for name in found}
+    return own.union(*map(_private_names, _inner_functions(function)))
 
 
 def is_adapted(cls: type) -> bool:

@@ -76,10 +76,7 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
 
 
 class _Probed:
-    """A function, the parameters that it rotates, and the plans for all kinds of arguments seen so far.
-
-    It may read tensors and settings (numbers, flags and strings) of its ``owner``.
-    """
+    """A function, the parameters that it rotates, and the plans for all kinds of arguments seen so far."""
 
     def __init__(self, function: Callable[..., Any], device: str, parameters: list[inspect.Parameter]) -> None:
         self.function, self.device = function, device
@@ -98,7 +95,6 @@ class _Probed:
         self.own_tensors = tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
         integers = [(n, t) for n, t in held.items() if isinstance(t, Tensor) and t.dtype in (torch.int32, torch.int64)]
         self.counters = tuple(name for name, t in integers if t.numel() == 1 and not t.is_meta)
-        self.increment = 0  # added to the counters
         self.attributes: tuple[str, ...] = ()  # those of own_tensors that are tables
         self.plans: dict[Any, RotationPlan | Unlike] = {}
         self.key: tuple[Any, ...] = ()  # the first kind of arguments that worked
@@ -123,32 +119,21 @@ class _Probed:
 
     def probe(self, key: tuple[Any, ...], relations: str) -> RotationPlan | Unlike:
         """Probe one kind of arguments, and store the plan."""
-        try:
-            plan: RotationPlan | Unlike = find_plan(self.call, key, relations, self.device)
-            if self.counters and not self.ignores_counters(key, relations, plan):
-                reason = "which would have to be read at each call; pass it as an argument"
-                raise Unlike(5, f"depends on an integer tensor of its object ({', '.join(self.counters)}), {reason}")
-        except Unlike as e:
-            plan = e.with_traceback(None)
+        plan = self.try_plan(key, relations, 0)
+        if self.counters and isinstance(plan, RotationPlan) and plan != self.try_plan(key, relations, 1):
+            reason = "which would have to be read at each call; pass it as an argument"
+            plan = Unlike(5, f"depends on an integer tensor of its object ({', '.join(self.counters)}), {reason}")
         self.plans[key, relations] = plan
         return plan
 
-    def ignores_counters(self, key: tuple[Any, ...], relations: str, plan: RotationPlan) -> bool:
-        """Return whether the plan also holds after the counters change. Their values are not part of the key."""
-        self.increment = 1
+    def try_plan(self, key: tuple[Any, ...], relations: str, increment: int) -> RotationPlan | Unlike:
         try:
-            return find_plan(self.call, key, relations, self.device) == plan
-        except Unlike:
-            return False
-        finally:
-            self.increment = 0
+            return find_plan(lambda *args: self.call(*args, increment), key, relations, self.device)
+        except Unlike as e:
+            return e.with_traceback(None)
 
-    def call(self, values: list[Any], tensors: list[Tensor]) -> Any:
-        """Call the original on a copy of its object with the given tensors.
-
-        Raises:
-            Unlike: if the call changes a setting of the object.
-        """
+    def call(self, values: list[Any], tensors: list[Tensor], increment: int = 0) -> Any:
+        """Call the original on a copy of its object with the given tensors. ``increment`` is added to the counters."""
         args, names = values[: self.num_positional], self.names[self.num_positional :]
         kwargs = dict(zip(names, values[self.num_positional :], strict=True))
         if self.owner is None:
@@ -156,7 +141,7 @@ class _Probed:
         replaced = copy.copy(self.owner)
         if hasattr(replaced, "__dict__"):  # the function must not modify the original object
             vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
-        counters = [(name, getattr(self.owner, name) + self.increment) for name in self.counters]
+        counters = [(name, getattr(self.owner, name) + increment) for name in self.counters]
         for name, t in (*zip(self.attributes, tensors, strict=True), *[(name, t.clone()) for name, t in counters]):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
             (vars(replaced) if group is None else vars(replaced)[group])[name] = t
@@ -217,11 +202,12 @@ class _Probed:
         key = (*entries, *self.describe_owner())
         plan = self.find(key, (MORE if offset else self.relation) * len(xs))
         plan = self.find(key, EQUAL * len(xs)) if plan is None and not offset else plan
-        recipe = None if plan is None else prepare(plan, xs, leaves, offset)
-        if recipe is not None and recipe.relations != recipe.plan.relations:
-            plan = self.find(key, recipe.relations)
+        for _ in range(2):  # the second time, with the plan for these sizes
             recipe = None if plan is None else prepare(plan, xs, leaves, offset)
-        return None if recipe is None or recipe.relations != recipe.plan.relations else recipe
+            if recipe is None or recipe.relations == recipe.plan.relations:
+                return recipe
+            plan = self.find(key, recipe.relations)
+        return None
 
 
 # --- the signature ------------------------------------------------------------------------------------------------

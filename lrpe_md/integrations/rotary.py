@@ -12,10 +12,11 @@ import inspect
 import re
 import warnings
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 
+from ..checks import check_one_of
 from ..engine.core.call import Impl
 from ..engine.core.operator import IMPLS
 from . import copies
@@ -38,11 +39,7 @@ _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "
 
 
 class DropIns(NamedTuple):
-    """Map from rotary functions to our replacements. A function always gets the same replacement.
-
-    Args:
-        impl: see :func:`lrpe_md.rotate`.
-    """
+    """Map from rotary functions to our replacements. A function always gets the same replacement."""
 
     impl: Impl
 
@@ -54,10 +51,7 @@ class DropIns(NamedTuple):
         return None if isinstance(found, str) else found
 
     def refine(self, method: FunctionType, copied: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the method of a known class with more operations fused, and the attributes that this method needs.
-
-        ``copied`` is the method with replaced functions, or None if no function was replaced.
-        """
+        """Return the method of a known class with more operations fused, and the attributes that this method needs."""
         if find_core(method) is not None:
             return replace_core(method, copied or method, self.impl), {}
         return (None, {}) if copied is None else fuse(method, copied, self, self.impl)
@@ -84,7 +78,7 @@ def _drop_in(function: Any, impl: Impl) -> Any:
 
 
 def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
-    """Return the names of functions that look like rotations but are not, with descriptions of what they do instead."""
+    """Describe functions that look like rotations but do something else."""
     refused: dict[str, str] = {}
     for function in filter(_is_candidate, functions):
         inner, reason = _unwrap(function), _drop_in(function, impl)
@@ -121,12 +115,9 @@ def models_of(model: Any) -> dict[str, nn.Module]:
     """Return a model, or a pipeline's models by name, excluding text encoders, which come from transformers."""
     if not is_pipeline(model):
         return {"": model}
-    return {
-        name: part
-        for name, part in model.components.items()
-        if isinstance(part, nn.Module)
-        and all(base.__module__.partition(".")[0] != "transformers" for base in type(part).__mro__)
-    }
+    modules = {name: part for name, part in model.components.items() if isinstance(part, nn.Module)}
+    texts = {n for n, m in modules.items() if any(c.__module__.startswith("transformers.") for c in type(m).__mro__)}
+    return {name: part for name, part in modules.items() if name not in texts}
 
 
 def parts(model: Any) -> dict[str, Any]:
@@ -153,8 +144,8 @@ def parts(model: Any) -> dict[str, Any]:
 
 def exchanged_names(part: Any) -> list[str]:
     """Return the names of the functions that are replaced in an object."""
-    cls, saved = type(part), vars(part).get(_SAVED, {})
-    return sorted({*saved, *(copies.replaced_names(cls) if copies.is_adapted(cls) else ())})
+    replaced = copies.replaced_names(type(part)) if copies.is_adapted(type(part)) else ()
+    return sorted({*vars(part).get(_SAVED, {}), *replaced})
 
 
 # --- a whole model -------------------------------------------------------------------------------------------------
@@ -185,8 +176,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     """
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
-    if impl not in IMPLS:
-        raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
+    check_one_of("impl", impl, IMPLS)
     found = parts(model)
     changes = _restore(found)
     try:
@@ -242,28 +232,25 @@ def find_rotary(model: nn.Module) -> list[str]:
 
 def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
     """For each object to change, by path, return the new class and the instance attributes to replace."""
-    kinds = {type(part) for part in found.values() if not type(part).__module__.startswith("torch.")}
+    kinds = dict.fromkeys(type(part) for part in found.values() if not type(part).__module__.startswith("torch."))
     methods = [method for cls in kinds for method in copies.find_methods(cls, _ENTRIES).values()]
     # methods that other methods call, such as ``self.rope.rotate``
     called = {path[1] for method in methods for path in copies.read_own(method) if len(path) > 1}
     entries = [*_ENTRIES, *sorted(called - {*_ENTRIES})]
     classes: dict[type, Any] = {}
+    for cls in kinds:
+        own = tuple(name for name in entries if isinstance(copies.find_method(cls, name), FunctionType))
+        classes[cls] = copies.adapt_class(cls, copies.Recipe(drop_ins, own), copier)
     changes: dict[str, tuple[type, dict[str, Any]]] = {}
     for path, part in found.items():
-        cls = type(part)
-        if cls not in kinds:
-            continue
-        if cls not in classes:
-            own = tuple(name for name in entries if isinstance(copies.find_method(cls, name), FunctionType))
-            classes[cls] = copies.adapt_class(cls, copies.Recipe(drop_ins, own), copier)
-        attributes: dict[str, Any] = {}
-        for name, value in vars(part).items():
+        cls, attributes = type(part), cast(dict[str, Any], {})
+        for name, value in vars(part).items() if cls in kinds else ():
             if isinstance(value, MethodType) and value.__self__ is part:  # accelerate's hooks store forwards like this
                 ours = copier.copy(value.__func__) if isinstance(value.__func__, FunctionType) else None
                 attributes |= {} if ours is None else {name: MethodType(ours, part)}
             elif isinstance(value, (FunctionType, functools.partial)) and copier.replace(value) is not None:
                 attributes[name] = Exchanged(value, drop_ins)
-        if classes[cls] is not cls or attributes:
+        if attributes or classes.get(cls, cls) is not cls:
             changes[path] = (classes[cls], attributes)
     return changes
 
