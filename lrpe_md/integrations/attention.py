@@ -45,12 +45,9 @@ class Context:
     This is not a tuple, because the mixed precision of FSDP and DDP would cast the tensors in it, including positions.
 
     Args:
-        block: number of tokens per frame, if a frame only sees itself and earlier frames. See
-            :func:`lrpe_md.linear_attention`.
-        carried: see :class:`Carried`.
+        block: number of tokens per frame, if a frame only sees itself and earlier frames, or for a memory.
         window: number of frames that softmax attention sees, including the current one. None means all frames.
-        bidirectional: whether a frame sees all frames. Only linear layers with a :class:`lrpe_md.Memory` then use
-            ``block``.
+        bidirectional: whether a frame sees all frames. Only linear layers with a memory then use ``block``.
     """
 
     def __init__(
@@ -73,12 +70,9 @@ class Context:
 
 
 def weight_dtype(layer: nn.Module, default: torch.dtype) -> torch.dtype:
-    """Return the dtype of a layer's weight, or ``default`` if the weight is quantised.
-
-    If a wrapper, such as LoRA, has no ``weight``, return the dtype of its first parameter.
-    """
+    """Return the dtype of a layer's weight, or ``default`` if the weight is quantised."""
     weight: Any = getattr(layer, "weight", None)  # a method in torch.ao's quantised layers
-    if weight is None:
+    if weight is None:  # a wrapper, such as LoRA
         weight = next(layer.parameters(), None)
     return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else default
 
@@ -86,11 +80,9 @@ def weight_dtype(layer: nn.Module, default: torch.dtype) -> torch.dtype:
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
     """Return the SDPA backends to try, in order, or None for PyTorch's default.
 
-    The cosine map doubles the width of q and k, but not of v. Flash attention rejects unequal widths, and PyTorch then
-    falls back to the memory-efficient kernel. On Hopper, cuDNN is several times faster for 16-bit inputs of unequal
-    width (docs/tuning.md), so it is tried first. If it rejects a mask or a width, the next backend is used. In all
-    other cases, PyTorch chooses. Function transforms and forward mode require the math backend, because the fused
-    backends have no forward-mode derivative.
+    Flash attention rejects the cosine map's unequal widths of q and v. PyTorch then falls back to the memory-efficient
+    kernel, but on Hopper, cuDNN is several times faster in 16 bits (docs/tuning.md). Function transforms and forward
+    mode require the math backend, because the fused backends have no forward-mode derivative.
     """
     if is_transforming():
         return [SDPBackend.MATH]
@@ -150,12 +142,8 @@ def attend_encoded(
 ) -> Tensor:
     """Compute ``attend(*encode(q, k), v)``, and re-encode q and k in the backward pass to save memory.
 
-    Softmax attention would store the encoded q and k for its backward pass. Instead, we recompute them from q and k,
-    which are in memory anyway, as part of the projection's output. Everything else that the attention saves (output,
-    sums, random state) is still saved. So only the encoding runs twice, and the gradients are identical.
-
-    ``encode`` must not draw random numbers. It runs only once under function transforms, without gradients, or with
-    other saved-tensor hooks (activation checkpointing).
+    Only the encoding runs twice, so the gradients are identical. ``encode`` must not draw random numbers. It runs once
+    under function transforms, without gradients, or with other saved-tensor hooks (activation checkpointing).
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if torch.compiler.is_compiling() and needed and not is_exporting():
@@ -255,31 +243,28 @@ def attend_linearly(
     decay: Tensor | None = None,
     act: Act | None = None,
 ) -> Tensor:
-    """Compute linear attention of unencoded q, k and v (B, H, N, D) in v's dtype. See also :func:`attend_with`.
-
-    ``norm`` is the norm of q and k if it is fused. ``memory`` and ``decay`` belong to the layer, and apply to each
-    block.
-    """
+    """Compute linear attention of unencoded q, k and v (B, H, N, D) in v's dtype. See also :func:`attend_with`."""
     if attn_mask is not None:
         raise ValueError(
             f"attn_mask: expected None with linear attention, got a mask of shape {tuple(attn_mask.shape)}. Linear "
             "attention has no weights to mask; use is_causal, or attention='softmax'"
         )
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, norms return float32
-    own = NOTHING if encoding is None else encoding
     options: dict[str, Any] = {}
     if memory is not None:
         options = {"rule": memory.rule, "directions": memory.directions, "decay": decay}
         if memory.rule == "delta":
             assert block is not None
             gate = _scale_keys(k, block, 0 if positions is None else positions.prefix, gate)
-    attend = partial(
-        attend_with, own, q, k, v, positions, normalizer=normalizer, gate=gate, block=block, norm=norm, act=act,
-        **options,
-    )  # fmt: skip
+    if carried is not None:
+        options |= {"state": carried.take(), "return_state": True}
+    found: Any = attend_with(
+        NOTHING if encoding is None else encoding, q, k, v, positions, normalizer=normalizer, gate=gate, block=block,
+        norm=norm, act=act, is_causal=bool(is_causal), **options,
+    )  # fmt: skip # is_causal is a tensor in ONNX's older exporter
     if carried is None:
-        return attend(is_causal=bool(is_causal))  # is_causal is a tensor in ONNX's older exporter
-    o, after = attend(is_causal=bool(is_causal), state=carried.take(), return_state=True)
+        return found
+    o, after = found
     carried.after.append(after)
     return o
 
@@ -287,22 +272,23 @@ def attend_linearly(
 def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tensor:
     """Return the delta-rule gate (B, H or 1, N) for keys (B, H, N, D) that were normalised within each head.
 
-    The squared norm of such a key is about D. With this gate, the squared norms of a frame's or prefix's keys sum to at
-    most about 1, so the state can't grow from frame to frame. Instead, SANA-WM multiplies the keys by the square root
-    of this gate.
+    The squared norms of a frame's or prefix's keys, each about D, then sum to at most about 1, so the state can't grow
+    from frame to frame. Instead, SANA-WM multiplies the keys by the square root of this gate.
     """
-    size = max(block, prefix)
-    scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / (k.shape[3] * size), dtype=torch.float32)
+    width = k.shape[3] * max(block, prefix)
+    scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / width, dtype=torch.float32)
     return scale if gate is None else scale * gate
 
 
 def check_memory(memory: Any, kinds: Sequence[str]) -> None:
     """Check that ``memory`` is a Memory, and that the model has linear attention."""
-    if memory is not None and not isinstance(memory, Memory):
+    if memory is None:
+        return
+    if not isinstance(memory, Memory):
         raise TypeError(
             f"memory: expected an lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=..., decay=...)"
         )
-    if memory is not None and "linear" not in kinds:
+    if "linear" not in kinds:
         raise ValueError(f"memory: expected None without linear attention, got {memory}; use attention='linear'")
 
 

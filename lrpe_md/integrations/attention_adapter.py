@@ -5,13 +5,13 @@
 
     adapt_attention(dit, "rotate", positions=lambda x, t, y: Grid((x.shape[2] // 2, x.shape[3] // 2)))
 
-The model's code and classes are unchanged. The model and its attention modules get their own ``forward``. The model's
-forward computes and stores the positions. The attention's forward runs the original under a ``TorchFunctionMode`` that
-encodes q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
+The model and its attention modules get their own ``forward``. The model's forward computes the positions. The
+attention's forward runs the original under a ``TorchFunctionMode`` that encodes q and k. A compiler traces a copy of
+the original instead, because it rejects a mode inside a checkpoint.
 
 A checkpoint reruns parts of the model in the backward pass, after the model's forward pass has ended. The positions
-therefore travel with the tensors that autograd saves. Each saved tensor is packed together with the positions of its
-forward pass. Every checkpoint unpacks its inputs, which restores the positions.
+therefore travel with the tensors that autograd saves. Every checkpoint unpacks its inputs, which restores the
+positions.
 """
 
 from __future__ import annotations
@@ -148,15 +148,11 @@ def _call_positions(where: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     try:
         return where(*args, **kwargs)
     except TypeError as error:
-        try:
-            inspect.signature(where).bind(*args, **kwargs)
-        except TypeError as mismatch:
-            raise TypeError(
-                f"positions: expected a function that takes the arguments of the model's forward, got {mismatch}"
-            ) from error
-        except ValueError:  # a builtin without a signature
-            pass
-        raise
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # raised by its body
+            raise
+        raise TypeError(
+            f"positions: expected a function that takes the arguments of the model's forward, got {error}"
+        ) from error
 
 
 def _current_task() -> int:
@@ -183,8 +179,7 @@ class _Forward:
 
     @property
     def __code__(self) -> CodeType:
-        """Code object of this call, which ``torch.export`` reads."""
-        return self.run.__code__
+        return self.run.__code__  # torch.export reads this
 
     @torch.compiler.assume_constant_result
     def look_up(self) -> bool:
@@ -238,12 +233,11 @@ class _ModelForward(_Forward):
 def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     """Pack the tensors that autograd saves together with the positions of the running forward pass.
 
-    The caller's hooks keep working. If hooks are disabled, nothing is packed, because checkpoints can't use hooks
-    either.
+    The caller's hooks keep working. If hooks are disabled, checkpoints can't use them either.
     """
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transforming():
         return nullcontext()
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     if not autograd._saved_tensors_hooks_is_enabled():
         return nullcontext()
     outer = autograd._top_saved_tensors_default_hooks(True)
@@ -270,9 +264,7 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
 class _Encoder:
     """Replacement for ``scaled_dot_product_attention``, which encodes q and k first.
 
-    Args:
-        adaptation: provides the encoding and positions.
-        layer: index of the attention module if each has its own encoding, or None if all share one.
+    ``layer`` is the index of the attention module if each has its own encoding, or None if all share one.
     """
 
     def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
@@ -395,10 +387,7 @@ def _checkpoint_state() -> tuple[Any, bool]:
 
 
 class _Encode(TorchFunctionMode):
-    """Mode that encodes q and k in SDPA calls.
-
-    ``state`` is the result of :func:`_checkpoint_state` before the mode is entered. With None, nothing is checked.
-    """
+    """Mode that encodes q and k in SDPA calls. ``state`` is the :func:`_checkpoint_state` before, or None."""
 
     def __init__(self, attention: _Attention, state: tuple[Any, bool] | None) -> None:
         super().__init__()
@@ -566,19 +555,19 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
     patterns = (modules,) if isinstance(modules, str) else modules
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Identity, *_LISTS)):
-            continue
-        if any(path.startswith(f"{outer}.") or outer == "" for outer in found):
+        if isinstance(module, (nn.Identity, *_LISTS)) or any(f".{path}".startswith(f".{outer}.") for outer in found):
             continue
         if path.split(".")[-1] in NAMES if patterns is None else any(fnmatchcase(path, each) for each in patterns):
             found[path] = module
+            if not path:  # the model itself
+                break
     if not found:
         raise ValueError(_describe_missing(model, modules))
-    rotary = {path for path in find_rotary(model) if any(f"{path}.".startswith(f"{outer}.") for outer in found)}
-    for path in sorted(rotary):
+    rotary = [path for path in find_rotary(model) if any(f"{path}.".startswith(f"{outer}.") for outer in found)]
+    if rotary:
         raise ValueError(
-            f"modules: expected attention modules without an encoding, got {path}, which already rotates q and k. Use "
-            "adapt_rotary(model) to run its rotation with this library, or name other modules in modules="
+            f"modules: expected attention modules without an encoding, got {min(rotary)}, which already rotates q and "
+            "k. Use adapt_rotary(model) to run its rotation with this library, or name other modules in modules="
         )
     for path, module in found.items():
         if find_adapted_forward(module) is not None:
@@ -602,13 +591,11 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
 
 def _has_encoding(model: nn.Module, path: str) -> bool:
     """Return whether an attention module already encodes q and k, with its own encoding or that of its backbone."""
-    module = model.get_submodule(path)
+    module, names = model.get_submodule(path), path.split(".")
     if any(isinstance(inner, FrequencyModule) for inner in module.modules()):
         return True
-    names = path.split(".")
     owners = [model.get_submodule(".".join(names[:i])) for i in range(len(names))]
-    takes_context = getattr(type(module), "takes_context", False)
-    return takes_context and any(owner._modules.get("encoding") is not None for owner in owners)
+    return hasattr(module, "takes_context") and any(o._modules.get("encoding") is not None for o in owners)
 
 
 def _describe_missing(model: nn.Module, modules: str | Sequence[str] | None) -> str:

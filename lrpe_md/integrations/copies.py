@@ -11,7 +11,6 @@ import copy
 import dis
 import functools
 import importlib.util
-import itertools
 import operator
 import re
 import sys
@@ -148,15 +147,15 @@ class Copier:
 
     def _replace_names(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
         """Return the code of a function (or of a nested one) with private names for replaced functions."""
-        constants = tuple(
-            self._replace_nested(each, function, depth) if isinstance(each, CodeType) else each
-            for each in code.co_consts
-        )
+        constants = list(code.co_consts)
+        for i, each in enumerate(constants):
+            if isinstance(each, CodeType):
+                constants[i] = self._replace_nested(each, function, depth)
         names = {} if depth else {name: self.names[name] for name in code.co_names if name in self.names}
         names |= {name: _publish(name, places) for name, places in self._find(code, function, depth).items()}
         if not names and all(map(operator.is_, constants, code.co_consts)):
             return code
-        return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=constants)
+        return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=tuple(constants))
 
     def _replace_nested(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
         if not code.co_freevars and looks_rotary(code):
@@ -231,11 +230,14 @@ def _is_same(known: Any, ours: Any) -> bool:
 
 def _publish(name: str, places: Sequence[Place]) -> str:
     """Add the replacement of ``name`` under a private name in all its places, and return that name."""
-    names = (f"{_PRIVATE}{name}{number or ''}" for number in itertools.count())
-    private = next(n for n in names if all(_is_same(holder.get(n, ours), ours) for holder, ours in places))
-    for holder, ours in places:
-        holder[private] = ours
-    return private
+    number = 0
+    while True:
+        private = f"{_PRIVATE}{name}{number or ''}"
+        if all(_is_same(holder.get(private, ours), ours) for holder, ours in places):
+            for holder, ours in places:
+                holder[private] = ours
+            return private
+        number += 1
 
 
 def _call_global(*args: Any, **kwargs: Any) -> Any:
@@ -302,7 +304,10 @@ def _inner_functions(function: FunctionType) -> list[FunctionType]:
 
 def find_method(cls: type, name: str) -> Any:
     """Return the class attribute with this name, or None. A ``staticmethod`` stays wrapped."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    for base in cls.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return None
 
 
 def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:

@@ -128,7 +128,8 @@ class _Probed:
 
     def try_plan(self, key: tuple[Any, ...], relations: str, increment: int) -> RotationPlan | Unlike:
         try:
-            return find_plan(lambda *args: self.call(*args, increment), key, relations, self.device)
+            call = lambda values, tensors: self.call(values, tensors, increment)  # noqa: E731
+            return find_plan(call, key, relations, self.device)
         except Unlike as e:
             return e.with_traceback(None)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import explain_unknown
+from ..checks import check_one_of, explain_unknown
 from ..engine.core.call import Act
 from ..engine.encode.validate import check_act
 from ..engine.linear.call import Description, NormalizerName
@@ -121,7 +121,9 @@ def build_encoding(
             raise ValueError(f"encoding_kwargs: can't be used with a module as encoding, got {kwargs}{_advise(kwargs)}")
         return encoding
     kwargs = dict(kwargs)
-    sharing: Sharing | None = _one_of("sharing", kwargs.pop("sharing", None), ("model", "layer"))
+    sharing: Sharing | None = kwargs.pop("sharing", None)
+    if sharing is not None:
+        check_one_of("sharing", sharing, ("model", "layer"))
     if encoding in ("cosine", "rotate", "mixed"):
         make, usual = _of_series(encoding, kwargs, head_dim, num_heads, num_axes)
     elif isinstance(encoding, (Preset, Scheme)) or encoding in list_presets():
@@ -136,11 +138,11 @@ def build_encoding(
         raise ValueError(explain_unknown("encoding", encoding, known, expected) + remedy)
     else:
         make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"
-    sharing = sharing or usual
-    layers = [make(i) for i in range(depth if sharing == "layer" else 1)]
+    by_layer = (sharing or usual) == "layer"
+    layers = [make(i) for i in range(depth if by_layer else 1)]
     if not all(isinstance(layer, nn.Module) for layer in layers):
         raise TypeError(f"encoding: expected a factory that returns an nn.Module, got a {type(layers[0]).__name__}")
-    return nn.ModuleList(layers) if sharing == "layer" else layers[0]
+    return nn.ModuleList(layers) if by_layer else layers[0]
 
 
 def build_for_layers(
@@ -163,10 +165,8 @@ def build_for_layers(
         else:
             kwargs["act"] = "relu"
     built = build_encoding(encoding, kwargs, head_dim, num_heads, len(kinds), num_axes)
-    if "linear" in kinds and act is None:
-        EncodingStack(built).check_linear(normalizer)
-    elif act is not None:
-        check_normalizer(normalizer, act)
+    for module in EncodingStack(built).distinct if "linear" in kinds else ():
+        check_normalizer(normalizer, act or getattr(module, "act", "none"))
     return built, act
 
 
@@ -179,31 +179,25 @@ def _of_series(
     _check_options(kwargs, encoding_options(encoding), repr(encoding))
     if encoding == "mixed":
         kwargs = {"frequencies": "mixed", "learnable": True, **kwargs}
-    heads = _one_of("heads", kwargs.pop("heads", None), ("shared", "own"))
-    if heads is not None and "num_heads" in kwargs:
-        raise ValueError(f"heads: expected None with num_heads, got {heads!r}; pass only one of them")
+    heads, split, remainder, seed = (kwargs.pop(name, None) for name in ("heads", "split", "remainder", "seed"))
     by_head = kwargs.get("phase") or kwargs.get("frequencies") == "mixed" if heads is None else heads == "own"
-    own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
-    split = own.get("split")
+    if heads is not None:
+        check_one_of("heads", heads, ("shared", "own"))
+        if "num_heads" in kwargs:
+            raise ValueError(f"heads: expected None with num_heads, got {heads!r}; pass only one of them")
+    if by_head:
+        kwargs = {"num_heads": num_heads, **kwargs}
     if split is not None:
         check_split(split, num_axes)
-    if encoding != "mixed":
-        own = _shared_out(**own)
-    seed = own.pop("seed", 0)
-    make = partial(CosineMd if encoding == "cosine" else RotateMd, head_dim, num_axes, **own)
-    return lambda i: make(seed=seed + i), "layer" if encoding == "mixed" or kwargs.get("phase") else "model"
-
-
-def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = None, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments for a module whose axes have unequal shares of the channels."""
-    if split is None:
-        if remainder is not None:
-            raise ValueError(
-                f"remainder: expected None without split, got {remainder}; it is the axis that gets the rest of a split"
-            )
-        return kwargs
-    series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}
-    return {"frequencies": partial(_split_omega, Axial(tuple(split), remainder=remainder, **series)), **kwargs}
+        series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}
+        own = partial(_split_omega, Axial(tuple(split), remainder=remainder, **series))
+        kwargs = {"frequencies": own, **kwargs}
+    elif remainder is not None:
+        raise ValueError(
+            f"remainder: expected None without split, got {remainder}; it is the axis that gets the rest of a split"
+        )
+    make = partial(CosineMd if encoding == "cosine" else RotateMd, head_dim, num_axes, **kwargs)
+    return lambda i: make(seed=(seed or 0) + i), "layer" if encoding == "mixed" or kwargs.get("phase") else "model"
 
 
 def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
@@ -223,21 +217,23 @@ def _of_preset(
     _check_options(kwargs, encoding_options(encoding), "a preset")
     changes = {key: kwargs.pop(key) for key in CHANGES if key in kwargs}
     if isinstance(encoding, Preset):
-        return _of_made(encoding, kwargs, changes, head_dim, num_heads)
-    chosen = preset(encoding, head_dim, num_heads, **changes)
-    first, frequencies = PresetMd(chosen, **kwargs), chosen.scheme.frequencies
+        _check_made(encoding, changes, head_dim, num_heads)
+        made, by_seed = encoding, False  # all layers start with its frequencies
+    else:
+        made = preset(encoding, head_dim, num_heads, **changes)
+        by_seed = "seed" in made.scheme.frequencies.takes
+    first = PresetMd(made, **kwargs)
 
     def make(i: int) -> PresetMd:
-        seed = {"seed": changes.get("seed", 0) + i} if "seed" in frequencies.takes else {}
-        return PresetMd(preset(encoding, head_dim, num_heads, **{**changes, **seed}), **kwargs) if i else first
+        if not i:
+            return first
+        seed = {"seed": changes.get("seed", 0) + i}
+        return PresetMd(preset(encoding, head_dim, num_heads, **changes | seed) if by_seed else made, **kwargs)  # pyright: ignore[reportArgumentType]
 
-    return make, "model" if chosen.scheme.shared or not list(first.parameters()) else "layer"
+    return make, "model" if made.scheme.shared or not list(first.parameters()) else "layer"
 
 
-def _of_made(
-    made: Preset, kwargs: dict[str, Any], changes: dict[str, Any], head_dim: int, num_heads: int
-) -> tuple[Maker, Sharing]:
-    """Use a preset that is already built. All layers start with its frequencies."""
+def _check_made(made: Preset, changes: dict[str, Any], head_dim: int, num_heads: int) -> None:
     if changes:
         raise ValueError(
             f"encoding_kwargs: expected no {', '.join(CHANGES[:-1])} or {CHANGES[-1]} with a Preset, which is already "
@@ -249,10 +245,6 @@ def _of_made(
             f"encoding: expected a preset for head_dim={head_dim} and num_heads={num_heads} or 1, got {made}; pass the "
             "scheme or its name to build it for this model"
         )
-    first = PresetMd(made, **kwargs)
-    return lambda i: PresetMd(made, **kwargs) if i else first, (
-        "model" if made.scheme.shared or not list(first.parameters()) else "layer"
-    )
 
 
 def _of_factory(
@@ -334,12 +326,6 @@ def explain_misplaced_options(function: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
-    if value is not None and value not in known:
-        raise ValueError(f"{name}: expected one of {known}, got {value!r}")
-    return value
-
-
 # --- use in a backbone -----------------------------------------------------------------------------------------------
 
 
@@ -365,7 +351,7 @@ class EncodingStack:
     @property
     def preset(self) -> Preset | None:
         """The preset that the encoding was built from, if any."""
-        first = self.distinct[0] if self.distinct else None
+        first = next(iter(self.distinct), None)
         return first.preset if isinstance(first, PresetMd) else None
 
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
@@ -420,11 +406,6 @@ class EncodingStack:
         if idle:
             warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=4)
 
-    def check_linear(self, normalizer: NormalizerName) -> None:
-        """Check that linear attention with this normalizer supports the activations."""
-        for module in self.distinct:
-            check_normalizer(normalizer, getattr(module, "act", "none"))
-
     def lay_out(
         self,
         size: Sequence[int],
@@ -472,7 +453,7 @@ class EncodingStack:
 
     def locate(self, positions: Any) -> Any:
         """Apply :meth:`FrequencyModule.set_places` to a grid. Call this once per forward pass, not in every layer."""
-        first = self.distinct[0] if self.distinct else None
+        first = next(iter(self.distinct), None)
         if not isinstance(first, FrequencyModule) or not first.moved:
             return positions
         if not isinstance(positions, Grid):

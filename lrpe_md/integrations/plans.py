@@ -161,9 +161,16 @@ def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) 
     """
     new = [label for label in target if label not in labels]
     items, order = [*[None] * len(new), *index], tuple([*new, *labels].index(label) for label in target)
+    if [label for label in target if label in labels] == list(labels):  # the index alone can add new ones in place
+        rest, items, order = list(index), [], None
+        for label in target:
+            while label in labels and isinstance(rest[0], int):
+                items.append(rest.pop(0))
+            items.append(rest.pop(0) if label in labels else None)
+        items += rest
     while items and items[-1] == slice(None):
         items.pop()
-    return tuple(items) or None, None if order == tuple(range(len(order))) else order
+    return tuple(items) or None, order
 
 
 def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> PreparedCall | None:

@@ -12,7 +12,7 @@ import inspect
 import re
 import warnings
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -243,7 +243,8 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
         classes[cls] = copies.adapt_class(cls, copies.Recipe(drop_ins, own), copier)
     changes: dict[str, tuple[type, dict[str, Any]]] = {}
     for path, part in found.items():
-        cls, attributes = type(part), cast(dict[str, Any], {})
+        cls = type(part)
+        attributes: dict[str, Any] = {}
         for name, value in vars(part).items() if cls in kinds else ():
             if isinstance(value, MethodType) and value.__self__ is part:  # accelerate's hooks store forwards like this
                 ours = copier.copy(value.__func__) if isinstance(value.__func__, FunctionType) else None

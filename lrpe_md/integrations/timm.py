@@ -1,11 +1,11 @@
 """Relative positions for timm's VisionTransformer: ``adapt(model, "cosine")`` converts it to the class in this module.
 
-Weights and their names are the same as in timm. The state_dict has additional keys only for learned frequencies
-(``encoding.*``) and decays (``*.decay.logit``). ``lrpe_md.models.vit`` registers new models with timm.
+Weights and their names are the same as in timm, except for learned frequencies (``encoding.*``) and decays
+(``*.decay.logit``). ``lrpe_md.models.vit`` registers new models with timm.
 
-The backbone owns the encoding, computes the positions once per forward pass, and passes both to its blocks. timm's
-blocks pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the
-mask. A forward pass stores no state on a module, so activation checkpointing recomputes with the right positions.
+The backbone owns the encoding, computes the positions once per forward pass, and passes both to its blocks, in a
+:class:`Context` in place of ``attn_mask``. A forward pass stores no state on a module, so activation checkpointing
+recomputes with the right positions.
 
 Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
 """
@@ -182,12 +182,10 @@ def lay_out_patches(
 class LrpePatchEmbed(PatchEmbed):
     """timm's patch embedding, changed so that it compiles to one graph for all sizes.
 
-    timm's size check includes the size in its message, so each size would need a new graph. PyTorch can't compile the
-    backward pass of resampling a learned position table to a dynamic size. So training with such a table keeps timm's
-    check.
+    timm's size check includes the size in its message, so each size would need a new graph.
     """
 
-    has_table: bool = False
+    has_table: bool = False  # PyTorch can't compile the backward pass of resampling a table to a dynamic size
 
     def forward(self, x: Tensor) -> Tensor:
         trains_table = self.has_table and torch.is_grad_enabled() and not torch.compiler.is_exporting()
@@ -204,19 +202,8 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     """timm's VisionTransformer with an encoding of q and k.
 
     Args:
-        encoding: encoding of q and k, which is one of these:
-
-            - "cosine", "rotate" or "mixed".
-            - A name from :func:`lrpe_md.list_presets`, such as "eva02", a Scheme or a Preset. It also defines the
-              positions.
-            - An ``nn.Module``, which all layers share. It is called as ``module(q, k, positions=positions)`` with q and
-              k (B, H, N, D).
-            - A factory ``(head_dim, num_heads) -> nn.Module``, which is called once per layer.
-            - None (the default) or "none" for no encoding.
-
-            See :func:`.encoding.build_encoding`. Class and register tokens are not rotated.
-        encoding_kwargs: options of the encoding, such as act, phase, learnable, base or axis_order. Without an
-            encoding, only act and dim are allowed.
+        encoding, encoding_kwargs: encoding of q and k, and its options; see :func:`.encoding.build_encoding`. A preset
+            also defines the positions. Class and register tokens are not rotated.
         absolute: absolute position embedding. "learned" is timm's table, resampled to the input's grid. "sincos" is
             computed for the input's grid. "none" disables it.
         attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`) for all layers, or a sequence that repeats
@@ -224,10 +211,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         normalizer: "unrotated", "encoded" or "none", for linear attention.
         memory: how linear layers forget, frame by frame. This is only for video models; see
             :class:`lrpe_md.models.video.LrpeVideoTransformer`.
-        copy_v: whether to store as little for the backward pass as attention without an encoding. See
-            :class:`LrpeAttention`.
-        keep_encoded: if False, re-encode q and k in the backward pass instead of storing them. See
-            :class:`LrpeAttention`.
+        copy_v, keep_encoded: what to store for the backward pass; see :class:`LrpeAttention`.
         dynamic_img_size: whether to accept any input size that the patch size divides. This is on by default.
         args, kwargs: arguments of timm's class.
 
@@ -391,16 +375,13 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             table = resample_abs_pos_embed(table[None], list(shape), own, num_prefix_tokens=0)[0]
         return table.to(x.dtype)
 
-    def _block(
-        self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool
-    ) -> Tensor:
+    def _block(self, i: int, x: Tensor, positions: Any, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         return self._run(i, x, Context(EncodingStack(self.encoding)[i], positions, attn_mask), is_causal)
 
     def _run(self, i: int, x: Tensor, context: Context, is_causal: bool = False) -> Tensor:
-        args = x, context, is_causal
-        # A context that carries sums must not be recomputed.
-        again = self.grad_checkpointing and context.carried is None
-        return checkpoint(self.blocks[i], *args) if again else self.blocks[i](*args)
+        if self.grad_checkpointing and context.carried is None:  # sums must not be recomputed
+            return checkpoint(self.blocks[i], x, context, is_causal)
+        return self.blocks[i](x, context, is_causal)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict. Even strict mode accepts weights of timm's model, as ``checkpoint_path=`` does."""
@@ -467,9 +448,8 @@ def adapt(
             ResPostBlock or ParallelThingsBlock, with timm's Attention.
         encoding: "cosine", "rotate", "mixed", "none", a preset, a scheme or a module. A module is moved to the model's
             device.
-        encoding_kwargs: arguments of the encoding, such as ``{"base": 100}``.
         absolute: whether to "keep" or "drop" the learned absolute embedding.
-        attention, normalizer, memory, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`.
+        encoding_kwargs, attention, normalizer, memory, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`.
 
     Raises:
         TypeError, ValueError: for an invalid model or argument. The model is then unchanged.
@@ -515,8 +495,7 @@ def adapt(
         own = memory if kind == "linear" else None
         module.attention, module.normalizer, module.copy_v = kind, normalizer, copy_v
         module.keep_encoded, module.memory, module.feature_act = keep_encoded, own, feature_act
-        decay = None if own is None else own.build_decay(module.num_heads, i, len(blocks), device)
-        module.register_module("decay", decay)
+        module.decay = None if own is None else own.build_decay(module.num_heads, i, len(blocks), device)
     vit.encoding, vit.memory = built, memory
     if absolute == "drop":
         vit.pos_embed, vit.absolute = None, "none"
@@ -588,10 +567,7 @@ def _attentions(model: Any) -> list[list[Any]]:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Filter a checkpoint as timm does, so that weights of timm's ViTs can be loaded.
-
-    The absolute table is dropped or resampled to fit the model. Learned frequencies and decays that the checkpoint
-    lacks keep their initial values."""
+    """Fit a checkpoint's weights and absolute table as timm does, and keep learned frequencies that it lacks."""
     fitted = timm_vit.checkpoint_filter_fn(_without_table(state_dict, model), model)  # pyright: ignore[reportArgumentType]
     return with_own_frequencies(fitted, model)
 
