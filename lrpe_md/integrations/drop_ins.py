@@ -45,12 +45,11 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     Args:
         function: function that rotates x, or q and k, by tables in any common layout. The tables can be cos and sin (as
             two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
-            a module or bound method that reads cos and sin from its own tensors, which are then read at each call. We
-            probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So
-            it must not behave differently at larger sizes or positions, for example by scaling from 4,096 tokens on. We
-            find tables and indices of their rows by the parameters' names, such as ``cos``, ``freqs``, ``position_ids``
-            and ``idx``, and then try other roles. A number whose name contains ``offset``, ``start_pos`` or ``past`` is
-            the row of the first token, if the probe confirms it.
+            a module or bound method that reads cos and sin from its own tensors at each call. We probe it with small
+            tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So it must not behave
+            differently at larger sizes or positions, for example by scaling from 4,096 tokens on. Parameters' names,
+            such as ``cos``, ``freqs``, ``position_ids`` and ``idx``, tell which roles to try first. A number whose name
+            contains ``offset``, ``start_pos`` or ``past`` is the row of the first token, if the probe confirms it.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
@@ -118,7 +117,6 @@ class _Probed:
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def probe(self, key: tuple[Any, ...], relations: str) -> RotationPlan | Unlike:
-        """Probe one kind of arguments, and store the plan."""
         plan = self.try_plan(key, relations, 0)
         if self.counters and isinstance(plan, RotationPlan) and plan != self.try_plan(key, relations, 1):
             reason = "which would have to be read at each call; pass it as an argument"

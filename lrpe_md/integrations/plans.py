@@ -35,77 +35,49 @@ class Follow(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Channels of cos or sin that one view of a leaf contains. A leaf is a tensor among the other arguments.
-
-    Attributes:
-        follows: dimensions of the leaf that follow an axis of x, or positions.
-        index, order: view the channels as (N, W), (B, N, W) or (B or 1, H, N, W), after rows are gathered. See
-            :func:`arrange`.
-    """
+    """Channels of cos or sin that one view of a leaf contains. A leaf is a tensor among the other arguments."""
 
     leaf: int
-    follows: tuple[tuple[int, Follow], ...]
-    index: Any
+    follows: tuple[tuple[int, Follow], ...]  # dimensions of the leaf that follow an axis of x, or positions
+    index: Any  # with order, views the channels as (N, W), (B, N, W) or (B or 1, H, N, W), after rows are gathered
     order: tuple[int, ...] | None
     negated: bool
 
 
 class Turn(NamedTuple):
-    """Rotation of one tensor by the tables.
+    """Rotation of one tensor by the tables. For ``pairs``, ``rotary_dim`` and ``inverse``, see :func:`rotate`."""
 
-    Attributes:
-        cos, sin: runs in channel order, and whether two runs alternate from channel to channel.
-        rows: where the first token's row is: "start", "end" (rows and tokens end together), or "offset" (an argument).
-        heads: width of a head if x has all heads in its last dimension, or else 0.
-        axes: axes of x for batch, heads and tokens. Tables vary along the last one. Negative numbers are new axes.
-        index, order: view x as (B, H, N, D). ``back_order`` and ``back_index`` are their inverses.
-        shuffle: shape for regrouping the channels ``span`` before the rotation, or None.
-        pairs, rotary_dim, inverse: see :func:`rotate`.
-    """
-
-    cos: tuple[tuple[Run, ...], bool]
+    cos: tuple[tuple[Run, ...], bool]  # runs in channel order, and whether two runs alternate from channel to channel
     sin: tuple[tuple[Run, ...], bool]
     angles: bool
-    rows: str
-    heads: int
-    axes: tuple[int, ...]
-    index: Any
+    rows: str  # of the first token: "start", "end" (rows and tokens end together), or "offset" (an argument)
+    heads: int  # width of a head if x has all heads in its last dimension, or else 0
+    axes: tuple[int, ...]  # of x for batch, heads and tokens, along which tables vary; negative numbers are new axes
+    index: Any  # with order, views x as (B, H, N, D)
     order: tuple[int, ...] | None
     back_order: tuple[int, ...] | None
     back_index: Any
     span: tuple[int, int]
-    shuffle: tuple[int, int] | None
+    shuffle: tuple[int, int] | None  # shape for regrouping the channels of the span before the rotation
     pairs: Any
     rotary_dim: Any
     inverse: bool
 
 
 class RotationPlan(NamedTuple):
-    """Effect of the function on arguments of one kind (see :func:`describe`).
-
-    Attributes:
-        like_next: whether each turn equals the next one, because some versions of Dynamo can't compare slices.
-        relations: one character for each x: EQUAL, MORE or FEWER.
-        form: type of the output, "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
-        broadcast_axes: axes of x along which a table may have a single row for all tokens.
-        same_lengths: whether all x with the same relation must have equally many tokens.
-        required_sizes: dimensions of a specific size, as (leaf, dimension, axis of x with this size, or minus the
-            size).
-        grids: used instead of turns: the leaves that hold sizes (B, 3) and a complex table (L, D/2). See
-            :func:`_run_on_grids`.
-    """
+    """Effect of the function on arguments of one kind (see :func:`describe`)."""
 
     turns: tuple[Turn, ...]
-    like_next: tuple[bool, ...]
-    relations: str
-    form: tuple[str, tuple[bool, ...]]
+    like_next: tuple[bool, ...]  # whether each turn equals the next; some versions of Dynamo can't compare slices
+    relations: str  # one character for each x
+    form: tuple[str, tuple[bool, ...]]  # "tensor", "tuple" or "list", and whether each output is a tensor or None
     dtypes: tuple[torch.dtype, ...]
-    broadcast_axes: tuple[int, ...] = ()
-    same_lengths: bool = False
-    required_sizes: tuple[tuple[int, int, int], ...] = ()
+    broadcast_axes: tuple[int, ...] = ()  # axes of x along which a table may have a single row for all tokens
+    same_lengths: bool = False  # whether all x with the same relation must have equally many tokens
+    required_sizes: tuple[tuple[int, int, int], ...] = ()  # (leaf, dimension, axis of x with this size, or minus it)
     detach_tables: bool = False
     ignores_autocast: bool = True
-    grids: tuple[int, int] | None = None
+    grids: tuple[int, int] | None = None  # instead of turns: leaves for sizes (B, 3) and a complex table (L, D/2)
 
 
 # --- what kind of arguments -------------------------------------------------------------------------------------
@@ -143,22 +115,16 @@ class _Side(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """Plan for tensors of known sizes. ``launches`` holds the number of tensors in each launch.
-
-    If ``relations`` (at these sizes) differ from the plan's, these sizes need another plan.
-    """
+    """Plan for tensors of known sizes."""
 
     plan: RotationPlan
-    relations: str
+    relations: str  # at these sizes; if they differ from the plan's, these sizes need another plan
     sides: tuple[_Side, ...] = ()
-    launches: tuple[int, ...] = ()
+    launches: tuple[int, ...] = ()  # number of tensors in each launch
 
 
 def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) -> tuple[Any, tuple[int, ...] | None]:
-    """Return an index and a permutation that arrange labelled dimensions like the target. Either is None if not needed.
-
-    Dimensions of the target that are not in ``labels`` are added.
-    """
+    """Return an index and a permutation (or None) that arrange labelled dimensions like the target."""
     new = [label for label in target if label not in labels]
     items, order = [*[None] * len(new), *index], tuple([*new, *labels].index(label) for label in target)
     if [label for label in target if label in labels] == list(labels):  # the index alone can add new ones in place

@@ -248,11 +248,7 @@ class Pairs(NamedTuple):
 
 
 def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
-    """Measure how a function rotates the channels of x.
-
-    Raises:
-        Unlike: if the function does not rotate pairs of channels.
-    """
+    """Measure how a function rotates the channels of x. Raise Unlike if it does not rotate pairs of channels."""
     out, zeros = call(x), torch.zeros_like(x)
     if not torch.equal(out, call(x)):
         raise Unlike(3, "is random: two calls with the same arguments differ")
@@ -306,10 +302,7 @@ def as_real(t: Tensor) -> Tensor:
 
 
 class Reading:
-    """Rotations that were read with coded tables. All entries differ, and are evenly spaced from 0.5 up to 1.
-
-    The result is a guess from one set of sizes and values. :func:`compare` confirms it with different sizes and values.
-    """
+    """Rotations read with coded tables, whose entries differ and are evenly spaced from 0.5 up to 1."""
 
     def __init__(self, probe: Probe, layout: LeafShapes) -> None:
         self.probe, self.layout = probe, layout
@@ -340,12 +333,12 @@ class Reading:
 
     def place(self, numbers: Tensor) -> tuple[int, tuple[Tensor, ...]]:
         """Return the leaf of the first entry, and the index of each entry in that leaf."""
-        rest, leaves = numbers, iter(self.shapes.items())
+        leaves = iter(self.shapes.items())
         leaf, shape = next(leaves)
-        while rest[0] >= shape.numel():
-            rest = rest - shape.numel()
+        while numbers[0] >= shape.numel():
+            numbers = numbers - shape.numel()
             leaf, shape = next(leaves)
-        return leaf, torch.unravel_index(rest, tuple(shape))
+        return leaf, torch.unravel_index(numbers, tuple(shape))
 
     def turn(self, pairs: Pairs) -> Turn:
         """Find the table entries that contain cos and sin, or the angles from which they are computed."""
@@ -413,7 +406,6 @@ class Reading:
             raise Unlike(5, "reads its tables in a different order from the tokens")
 
         def locate(numbers: Tensor, is_negated: bool) -> tuple[Any, ...]:
-            """Return the leaf, the sign and the index of a channel whose entries have these numbers."""
             leaf, places = self.place(numbers)
             return leaf, is_negated, tuple(follow(tuple(place.tolist())) for place in places)
 
@@ -459,12 +451,14 @@ class Reading:
             found, alternate = (by_turns, True) if len(by_turns) == 2 else (found, False)
         runs = []
         for leaf, is_negated, place in found:
-            index: list[Any] = []
-            labels: list[Any] = []
+            index, labels = cast(list[Any], []), cast(list[Any], [])
             for at, size in zip(place, self.shapes[leaf], strict=True):
-                is_follow, is_channels = isinstance(at, Follow), isinstance(at, slice)
-                labels += at.axes if is_follow else ["channels"] if is_channels else []
-                index += [slice(None)] * len(at.axes) if is_follow else [slice(None) if at == slice(0, size, 1) else at]
+                if isinstance(at, Follow):
+                    labels += at.axes
+                    index += [slice(None)] * len(at.axes)
+                else:
+                    labels += ["channels"] if isinstance(at, slice) else []
+                    index.append(slice(None) if at == slice(0, size, 1) else at)
             # rotate accepts tables without heads, and without batch and heads.
             first_axes = axes[:2] if axes[1] in labels else [a for a in axes[:1] if a in labels]
             follows = tuple((dim, at) for dim, at in enumerate(place) if isinstance(at, Follow))
@@ -496,11 +490,7 @@ def gather(entries: list[Any]) -> list[Any]:
 
 
 def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, device: str = "cpu") -> RotationPlan:
-    """Find out what ``call`` does with arguments of this kind.
-
-    Raises:
-        Unlike: if it is not a rotation by its tables, or if the operator doesn't support the rotation.
-    """
+    """Find out what ``call`` does with arguments of this kind. Raise Unlike if it is not a supported rotation."""
     probe = Probe(call, key, device)
     failure, num_answers = Unlike(-1, "takes no arguments of this kind"), 0
     makers = (partial(make_plan, layout=layout) for layout in layouts(probe, relations))

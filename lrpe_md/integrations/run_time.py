@@ -40,9 +40,8 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
     """Scale the trained frequencies of all encodings in ``model``, in place.
 
     Nothing synchronises, and you don't need to recompile or recapture a CUDA graph. However, the first call adds
-    buffers to the model. So call ``set_scaling(model, None)`` once before ``torch.compile`` or a CUDA graph capture.
-    The buffers are not in the state_dict. Frozen programs (exported, or compiled with Inductor's ``freezing``) keep
-    their values.
+    buffers to the model, outside of its state_dict. So call ``set_scaling(model, None)`` once before ``torch.compile``
+    or a CUDA graph capture. Frozen programs (exported, or compiled with Inductor's ``freezing``) keep their values.
 
     Args:
         model: a module with encodings, or a diffusers pipeline.
@@ -76,9 +75,7 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     for path, module in _find(model).items():
-        by_axis: list[Any] = [scaling] * module.num_axes
-        if isinstance(scaling, Sequence) and not isinstance(scaling, str):
-            by_axis = list(scaling)
+        by_axis: list[Any] = list(scaling) if isinstance(scaling, (list, tuple)) else [scaling] * module.num_axes
         if len(by_axis) != module.num_axes:
             raise ValueError(
                 f"scaling: expected one value for each of the {module.num_axes} axes of {path}, got {len(by_axis)}"
@@ -109,7 +106,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
 
 
 def _find(model: Any) -> dict[str, Any]:
-    """Return all encodings by name. If there are none, add encodings to modules that compute tables."""
+    """Return all encodings by name. If there are none, add them to modules that compute tables."""
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
     modules = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
@@ -149,7 +146,7 @@ def _compute_scaling(path: str, module: Any, scalings: list[Scaling | None]) -> 
 
 
 def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
-    """Return the channels of each axis, which are read once per device. Channels with frequency 0 belong to no axis."""
+    # The channels of each axis are read once per device. Channels with frequency 0 belong to no axis.
     known = vars(module).setdefault("_channels_of_axes", {})
     if trained.device not in known:
         used = (trained != 0).any(0)
