@@ -221,7 +221,6 @@ class Carried:
         self.after: list[Any] = []
 
     def take(self) -> Any:
-        """Return the entry of the next attention layer."""
         return self.before[len(self.after)] if self.before else None
 
 

@@ -156,7 +156,6 @@ def _call_positions(where: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _current_task() -> int:
-    """Return the id of the running backward pass, or -1."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
@@ -188,7 +187,6 @@ class _Forward:
         return True
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original forward."""
         self.look_up()
         if self.original is None:
             return self.of_class(self.module, *args, **kwargs)
@@ -256,9 +254,6 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
         return t if outer is None else outer[1](t)
 
     return saved_tensors_hooks(pack, unpack)
-
-
-# --- an attention ----------------------------------------------------------------------------------------------------
 
 
 class _Encoder:
@@ -412,9 +407,6 @@ class _Encode(TorchFunctionMode):
             )
 
 
-# --- public ----------------------------------------------------------------------------------------------------------
-
-
 @explain_misplaced_options
 def adapt_attention(
     model: Model,
@@ -431,10 +423,10 @@ def adapt_attention(
     """Add an encoding to a model without one. This changes the model in place, and returns it.
 
     Self-attention modules encode q and k just before they call ``torch.nn.functional.scaled_dot_product_attention``.
-    You don't have to edit any code. Only this model changes. Its weights, their names, hooks and classes stay the same.
-    The model works under checkpointing, autocast, ``torch.compile``, DDP and FSDP2, and you can copy and pickle it.
-    Learned frequencies are parameters at ``model.encoding``, so call this before you build the optimizer. Position
-    embeddings that the model adds to its tokens remain, unless you remove them yourself.
+    The model's weights, their names, hooks and classes stay the same. It works under checkpointing, autocast,
+    ``torch.compile``, DDP and FSDP2, and you can copy and pickle it. Learned frequencies are parameters at
+    ``model.encoding``, so call this before you build the optimizer. Position embeddings that the model adds to its
+    tokens remain, unless you remove them yourself.
 
     Args:
         model: a model such as DiT, SiT, U-ViT, MAE or nanoGPT. For timm's plain ViT, :func:`lrpe_md.adapt` offers more.
@@ -449,8 +441,7 @@ def adapt_attention(
             attn, attn1, attention, self_attn or self_attention. If matches are nested, only the outermost is used.
         encoding_kwargs: options of the encoding; see :func:`.encoding.build_encoding`. With ``sharing="layer"``, each
             layer gets its own encoding.
-        num_axes: number of axes, if the encoding is built here. The default is the number of axes of fixed positions,
-            or 2 otherwise.
+        num_axes: number of axes, by default those of fixed positions, or 2.
         head_dim, num_heads: sizes of the attention modules. By default, they are read from the modules' attributes.
         name: attribute of the model that holds the encoding. If two groups of modules, such as the encoder and decoder
             of an MAE, need different encodings, call ``adapt_attention`` twice with different names.
@@ -486,11 +477,10 @@ def adapt_attention(
 
 
 def restore_attention(model: Model) -> Model:
-    """Undo :func:`adapt_attention` in place. A model that is not adapted stays unchanged.
+    """Undo :func:`adapt_attention` in place.
 
     Raises:
-        ValueError: if a forward method was replaced after adapting, for example by an offloading hook. The model then
-            stays unchanged.
+        ValueError: if a forward method was replaced after adapting, for example by an offloading hook.
     """
     found = [attention for attention in map(find_adapted_forward, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
@@ -514,12 +504,7 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
 
     Use this in models that choose their tokens during the forward pass, such as an MAE that draws the patches to keep.
     The positions apply to all subsequent attention modules until the forward pass ends. Call it outside of checkpointed
-    code.
-
-    Args:
-        model: the model passed to :func:`adapt_attention`.
-        positions: positions of all tokens that the following attention modules see.
-        name: the name passed to ``adapt_attention``.
+    code. ``model`` and ``name`` are those passed to :func:`adapt_attention`.
 
     Raises:
         ValueError: if there is no adaptation with this name, if positions are fixed, or outside the forward pass.
@@ -546,9 +531,6 @@ def _forwards_of(model: nn.Module) -> Iterator[_ModelForward]:
     while isinstance(forward, _ModelForward):
         yield forward
         forward = forward.original
-
-
-# --- modules to adapt ------------------------------------------------------------------------------------------------
 
 
 def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -599,7 +581,6 @@ def _has_encoding(model: nn.Module, path: str) -> bool:
 
 
 def _describe_missing(model: nn.Module, modules: str | Sequence[str] | None) -> str:
-    """Return an error message that lists the names of the model's modules."""
     paths = [path for path, module in model.named_modules() if [*module.children()] and not isinstance(module, _LISTS)]
     names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths if path))
     likely = [name for name in names if "att" in name.split(".")[-1].lower()] or names or ["blocks.*.attn"]
@@ -639,7 +620,6 @@ def _build(
 
 
 def _read_heads(path: str, module: nn.Module, head_dim: int | None, num_heads: int | None) -> tuple[int, int]:
-    """Read head_dim and num_heads from a third-party attention module. The arguments replace missing attributes."""
     for source in (module, getattr(module, "config", None)):
         groups = [[getattr(source, name, None) for name in names] for names in (_HEADS, _HEAD_DIM, _WIDTH)]
         heads, size, width = (next((n for n in each if isinstance(n, int) and n > 0), None) for each in groups)

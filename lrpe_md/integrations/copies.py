@@ -103,7 +103,6 @@ def _package_of(space: Mapping[str, Any]) -> str:
 
 
 def _contents(cell: CellType) -> Any:
-    """Return the contents of a cell, or None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -130,7 +129,6 @@ class Copier:
 
     @property
     def seen(self) -> list[Any]:
-        """All callables passed to ``exchange``."""
         return [value for value, _ in self._exchanged.values()]
 
     def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
@@ -214,7 +212,6 @@ class Copier:
 
 
 def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:
-    """Return the namespace of a module that a function imports from."""
     level, _, name = place.partition(":")
     try:
         full = importlib.util.resolve_name("." * int(level) + name, space.get("__package__") or "")
@@ -246,7 +243,6 @@ def _call_global(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _nested_function(code: CodeType, function: FunctionType) -> FunctionType:
-    """Return a function that another one defines when it runs. Results are cached."""
     return FunctionType(code, function.__globals__, code.co_name)
 
 
@@ -398,7 +394,6 @@ def replaced_names(cls: type) -> set[str]:
 
 
 def _private_names(function: Any) -> set[str]:
-    """Return the original names for the private names that a function looks up."""
     if not isinstance(function, FunctionType):
         return set()
     found = {name for code in _nested_codes(function.__code__) for name in code.co_names if name.startswith(_PRIVATE)}
@@ -417,5 +412,4 @@ def original_class(cls: type) -> Any:
 
 
 def recipe_of(cls: type) -> Any:
-    """Return the recipe of a derived class. Return None for other classes, and for subclasses of a derived class."""
     return vars(cls).get(_RECIPE)

@@ -100,7 +100,6 @@ class _Probed:
         self.relation = EQUAL  # how the number of table rows relates to the number of tokens
 
     def describe_owner(self) -> list[tuple[Any, ...]]:
-        """Return the parts of the owner that a plan depends on."""
         tensors = [getattr(self.owner, name) for name in self.attributes]
         entries = [("attribute", tuple(t.shape), t.dtype) if isinstance(t, Tensor) else ("unknown",) for t in tensors]
         return [*entries, ("settings", *[describe(getattr(self.owner, name), False) for name in self.settings])]
@@ -209,11 +208,7 @@ class _Probed:
         return None
 
 
-# --- the signature ------------------------------------------------------------------------------------------------
-
-
 def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
-    """Try roles for the parameters and kinds of arguments until the result is a rotation."""
     failure, num_answers = Unlike(-1, "has no tensor arguments that look like q, k and tables"), 0
     for probed, keys in _read_signatures(function, device):
         for key, relation in itertools.product(keys, (MORE, EQUAL) if probed.attributes else (EQUAL,)):
@@ -254,7 +249,6 @@ def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tupl
 
 
 def _first_keys(probed: _Probed, tables: set[int], rest: set[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield kinds of arguments to try. ``rest`` holds the other required parameters."""
     owner = probed.describe_owner()
     own_widths = {n * m for e in owner if e[0] == "attribute" for n in e[1][-2:] for m in (1, 2)}
     head_dims = sorted(n for n in own_widths if n % 2 == 0 and n > 2) if own_widths else [_HEAD_DIM]
@@ -272,7 +266,6 @@ def _first_keys(probed: _Probed, tables: set[int], rest: set[int]) -> Iterator[t
 
 
 def _table_forms(count: int) -> list[tuple[Any, ...]]:
-    """Return possible descriptions of ``count`` table arguments."""
     real, width = torch.float32, _HEAD_DIM
     if count != 1:
         return [(("table", n, real, w),) * count for n in (3, 2, 4) for w in (width, width // 2)] if count else [()]
@@ -295,9 +288,6 @@ def _other_values(name: str) -> list[Any]:
         return [0, ("integers", 1, torch.int64)]
     ids, coordinates = [("integers", n, torch.int64) for n in (2, 1)], ("integers", 3, torch.int64, 2)
     return [*ids, coordinates, ("tuple", *ids[:1] * 3)] if _PLACES.search(name) else [None]
-
-
-# --- the replacement ----------------------------------------------------------------------------------------------
 
 
 def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:

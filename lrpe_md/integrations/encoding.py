@@ -49,7 +49,6 @@ class Activation(nn.Module):
         self.act, self.dim = act, dim
 
     def describe(self) -> Description:
-        """Return the arguments for :func:`lrpe_md.linear_attention`."""
         act: Any = self.act
         return Description(None, act=act, dim=self.dim)
 
@@ -66,16 +65,13 @@ class Activation(nn.Module):
         return f"act={self.act!r}"
 
 
-# Maps values of other arguments to the advice in the error if such a value is passed as the encoding.
+# Advice for values of other arguments that are passed as the encoding.
 REMEDIES = {
-    value: f"; pass an encoding such as 'rotate', and {name}={value!r} to {where}"
-    for value, name, where in (
-        ("linear", "attention", "adapt() or the model itself"),
-        ("keep", "absolute", "adapt()"),
-        ("drop", "absolute", "adapt()"),
-        ("learned", "absolute", "the model itself"),
-        ("sincos", "absolute", "the model itself"),
-    )
+    "linear": "attention='linear' to adapt() or the model itself",
+    "keep": "absolute='keep' to adapt()",
+    "drop": "absolute='drop' to adapt()",
+    "learned": "absolute='learned' to the model itself",
+    "sincos": "absolute='sincos' to the model itself",
 }
 
 
@@ -133,8 +129,9 @@ def build_encoding(
             "'cosine', 'rotate', 'mixed', 'none', a name from lrpe_md.list_presets() (including registered schemes), a "
             "Preset, a Scheme, an nn.Module, a factory (head_dim, num_heads) -> nn.Module, or None"
         )
-        remedy = REMEDIES.get(str(encoding), "")
-        known = () if remedy else (*RESERVED, *list_presets())
+        advice = REMEDIES.get(str(encoding))
+        known = () if advice else (*RESERVED, *list_presets())
+        remedy = f"; pass an encoding such as 'rotate', and {advice}" if advice else ""
         raise ValueError(explain_unknown("encoding", encoding, known, expected) + remedy)
     else:
         make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"
@@ -149,13 +146,10 @@ def build_for_layers(
     encoding: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, kinds: Sequence[str], num_axes: int,
     normalizer: NormalizerName,
 ) -> tuple[nn.Module | None, Act | None]:  # fmt: skip
-    """Call :func:`build_encoding` for a model whose layers have these kinds of attention.
+    """Call :func:`build_encoding`, and return the activation that linear layers use instead of the encoding's, or None.
 
-    Linear attention applies relu to q and k, unless ``kwargs`` or the user's module sets an activation. Softmax
-    attention applies none by default. If a model has both kinds, the encoding is built for softmax attention.
-
-    Returns:
-        the encoding, and the activation that linear layers use instead of the encoding's own, or None to keep it.
+    Linear attention applies relu to q and k, unless ``kwargs`` or the user's module sets an activation. If a model has
+    both kinds of attention, the encoding is built for softmax attention, which applies no activation by default.
     """
     kwargs, act = dict(kwargs), None
     by_name = encoding is None or isinstance(encoding, (str, Preset, Scheme))
@@ -294,7 +288,6 @@ def _check_options(kwargs: dict[str, Any], known: set[str], name: str) -> None:
 
 
 def _advise(kwargs: dict[str, Any]) -> str:
-    """Return advice to append to an error if the encoding's options include options of the model."""
     names = [name for name in MODEL_OPTIONS if name in kwargs]
     if not names:
         return ""
@@ -326,9 +319,6 @@ def explain_misplaced_options(function: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-# --- use in a backbone -----------------------------------------------------------------------------------------------
-
-
 class EncodingStack:
     """View of a backbone's encoding, which may be shared by all layers, one per layer, or None.
 
@@ -345,21 +335,15 @@ class EncodingStack:
 
     @property
     def distinct(self) -> list[nn.Module | None]:
-        """Encodings without duplicates."""
         return list(self.encoding) if self.by_layer else [self.encoding]
 
     @property
     def preset(self) -> Preset | None:
-        """The preset that the encoding was built from, if any."""
         first = next(iter(self.distinct), None)
         return first.preset if isinstance(first, PresetMd) else None
 
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
-        """Check that a preset can place images (2 axes) or videos (3 axes) in row-major order.
-
-        ``preset_axes`` is the exact number of axes that is required. If it is None, presets for videos also accept
-        images, which are videos of one frame.
-        """
+        """Check that a preset places images (2 axes) or videos (3 axes) in row-major order, and its number of axes."""
         made = self.preset
         if made is None:
             return
@@ -415,18 +399,14 @@ class EncodingStack:
         reference: Sequence[int | None] | None = None,
         device: torch.device | str = "cpu",
     ) -> Grid | Coordinates:
-        """Return positions of tokens outside the grid, followed by a grid of this size.
-
-        A preset defines its own placement. Other encodings use one unit per token.
+        """Return positions of tokens outside the grid, followed by a grid of this size, with one unit per token.
 
         Args:
-            before: number of tokens before the grid, or tokens with a rule. A preset places a number of tokens by its
-                own rule. Other encodings don't rotate these tokens.
+            before: number of tokens before the grid, which are not rotated, or tokens with a rule. A preset places a
+                number of tokens by its own rule.
             after: axes on which the grid continues after the tokens. With None, the grid starts at the origin. A preset
                 defines its own axes.
-            reference: for each axis of ``size``, the size to interpolate positions to, or None. The default is the
-                preset's.
-            device: device of the result if it is a table.
+            reference: for each axis of ``size``, the size to interpolate positions to, or None for the preset's.
         """
         size, made = tuple(size), self.preset
         if made is not None:

@@ -100,8 +100,6 @@ def _norm_and_rotate(tables: Any, norm: Norm, heads: int, impl: Impl, x: Tensor)
 
 
 class _Processor(NamedTuple):
-    """Description of a diffusers processor."""
-
     ndim: int  # of its cos and sin: (N, D), (B, N, H D) or (B, N, 1, D)
     text: str = "none"  # "with norms" if text has separate norms, "joined" if unrotated text is joined to the video
     over_heads: bool = False  # whether each norm is over all heads

@@ -62,12 +62,10 @@ def _look_up(function: FunctionType) -> list[Any]:
 
 @torch.compiler.assume_constant_result
 def _is_unchanged(function: FunctionType) -> bool:
-    """Return whether a function still uses the same globals as when it was compared."""
     return all(map(operator.is_, _lookups[function], _look_up(function)))
 
 
 def _agrees(function: FunctionType, core: Core) -> bool:
-    """Return whether the results and gradients of a function match ours."""
     try:
         for case in range(2):
             found, right = (_differentiate(call, core, case) for call in (_by_name(core, function, "auto"), function))
@@ -80,7 +78,6 @@ def _agrees(function: FunctionType, core: Core) -> bool:
 
 
 def _differentiate(call: Callable[..., Any], core: Core, case: int) -> list[Tensor]:
-    """Return a result and its gradients. The same case always has the same arguments."""
     generator = torch.Generator().manual_seed(case)
     with torch.enable_grad():
         leaves, args = core.draw(case, lambda *size: torch.rand(size, generator=generator).requires_grad_())
@@ -105,7 +102,6 @@ def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) 
 
 
 def _by_name(core: Core, function: FunctionType, impl: Impl) -> Callable[..., Any]:
-    """Return our implementation with the parameters of the function that it replaces."""
     names, run = _parameters(function), core.run
     return lambda *args, **kwargs: run(impl=impl, **dict(zip(names, args, strict=False)), **kwargs)
 

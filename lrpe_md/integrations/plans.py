@@ -80,9 +80,6 @@ class RotationPlan(NamedTuple):
     grids: tuple[int, int] | None = None  # instead of turns: leaves for sizes (B, 3) and a complex table (L, D/2)
 
 
-# --- what kind of arguments -------------------------------------------------------------------------------------
-
-
 def describe(value: Any, is_data: bool) -> Any:
     """Describe an argument in nested tuples of constants, without the sizes of batch, heads and tokens."""
     if isinstance(value, Tensor):
@@ -102,9 +99,6 @@ def describe(value: Any, is_data: bool) -> Any:
     return value if value is None or isinstance(value, (str, torch.dtype)) else ("unknown",)
 
 
-# --- a call by a plan ---------------------------------------------------------------------------------------------
-
-
 class _Side(NamedTuple):
     """Sizes of one x, as (B, H, N), and of its tables."""
 
@@ -115,8 +109,6 @@ class _Side(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """Plan for tensors of known sizes."""
-
     plan: RotationPlan
     relations: str  # at these sizes; if they differ from the plan's, these sizes need another plan
     sides: tuple[_Side, ...] = ()

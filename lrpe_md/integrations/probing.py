@@ -78,9 +78,6 @@ def quietly(function: Callable[[], Any]) -> Any:
         return thread.submit(body).result()
 
 
-# --- a function, and tensors for it ---------------------------------------------------------------------------------
-
-
 def get_forward(function: Any) -> Callable[..., Any]:
     """Return the function that has the signature: the ``forward`` of a module, or the function itself."""
     return function.forward if isinstance(function, nn.Module) else function
@@ -124,12 +121,10 @@ class Probe:
         self.axes = _AXES[ranks.pop() - 1]
 
     def arguments(self, xs: list[Tensor], leaves: list[Any]) -> list[Any]:
-        """Return the arguments for a call with these tensors."""
         of = {"data": iter(xs), "table": (inner := iter(leaves)), "integers": inner, "offset": iter([self.offset])}
         return [fill(e, lambda e: next(of[e[0]])) for e in self.entries]
 
     def run(self, xs: list[Tensor], leaves: list[Any]) -> list[Tensor]:
-        """Call the function with copies, and return its outputs."""
         inputs = [t.to(self.device, copy=True) if isinstance(t, Tensor) else t for t in (*xs, *leaves)]
         arguments = self.arguments(inputs[: len(xs)], inputs[len(xs) :])
         out = self.call(arguments, inputs[len(xs) + self.num_inner :])
@@ -148,7 +143,6 @@ class Probe:
         return outs
 
     def inputs(self, shapes: Shapes, seed: int) -> Tensors:
-        """Return random float32 tensors of these shapes."""
         g = torch.Generator().manual_seed(seed)
         xs = [torch.randn(*s, e[3], generator=g) for s, e in zip(shapes[0], self.data, strict=True)]
         leaves = []
@@ -166,8 +160,6 @@ class Probe:
 
 
 class LeafShapes(NamedTuple):
-    """Shapes of the leaves, and their number of rows."""
-
     labels: tuple[
         tuple[int, ...], ...
     ]  # for each dimension of each leaf, an axis of x with its size, or minus its size
@@ -234,12 +226,7 @@ def layouts(probe: Probe, relations: str) -> Iterator[LeafShapes]:
                 yield LeafShapes(labels, relations, axis, rows)
 
 
-# --- channels -------------------------------------------------------------------------------------------------------
-
-
 class Pairs(NamedTuple):
-    """Rotation of one x."""
-
     span: tuple[int, int]  # range of rotated channels
     distance: int  # between the two channels of a pair in the output, or 0 for the cosine map
     distance_in_x: int
@@ -284,12 +271,10 @@ def find_channels(t: Tensor) -> list[int]:
 
 
 def firsts(width: int, distance: int) -> Tensor:
-    """Return for each channel whether it is the first of its pair."""
     return torch.arange(width) // distance % 2 == 0
 
 
 def name_pairs(width: int, distance: int) -> Any:
-    """Return the ``pairs`` argument of :func:`lrpe_md.rotate` for this layout."""
     half = width // 2
     return "half" if distance == half else "interleaved" if distance == 1 else (distance,) * (half // distance)
 
@@ -486,9 +471,6 @@ def gather(entries: list[Any]) -> list[Any]:
     return runs
 
 
-# --- a plan ---------------------------------------------------------------------------------------------------------
-
-
 def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, device: str = "cpu") -> RotationPlan:
     """Find out what ``call`` does with arguments of this kind. Raise Unlike if it is not a supported rotation."""
     probe = Probe(call, key, device)
@@ -555,7 +537,6 @@ def make_grid_plan(probe: Probe) -> RotationPlan:
 
 
 def needs_same_lengths(probe: Probe, plan: RotationPlan, layout: LeafShapes) -> bool:
-    """Return whether the plan only holds if all x with the same relation have equally many tokens."""
     for i, relation in enumerate(layout.relations):
         if relation != EQUAL and layout.relations.count(relation) > 1:
             shapes = layout.shapes(probe.axes, shorter=i)
@@ -607,7 +588,6 @@ def holds(probe: Probe, plan: RotationPlan, inputs: Tensors) -> bool:
 
 
 def are_close(outs: Any, expected: list[Tensor], tolerance: float = 2e-5) -> bool:
-    """Compare the outputs of a function, in any form, with tensors."""
     outs = [outs] if isinstance(outs, Tensor) else [o for o in outs or () if o is not None]
     pairs = [(as_real(a).double(), as_real(b).double()) for a, b in zip(outs, expected, strict=True)]
     return all(a.shape == b.shape and (a - b).abs().max() <= tolerance * (b.abs().max() + 1) for a, b in pairs)

@@ -35,9 +35,6 @@ _SWITCH = re.compile(r"(use_)?(rope|rotary)(_(emb|pos)\w*)?")  # settings that t
 _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "tensor", "t", "hidden_states"}
 
 
-# --- which functions are replaced ----------------------------------------------------------------------------------
-
-
 class DropIns(NamedTuple):
     """Map from rotary functions to our replacements. A function always gets the same replacement."""
 
@@ -103,11 +100,7 @@ class Exchanged:
         return Exchanged, (self.original, self.exchange)
 
 
-# --- parts of a model ----------------------------------------------------------------------------------------------
-
-
 def is_pipeline(model: Any) -> bool:
-    """Return whether this is a diffusers pipeline."""
     return any(base.__name__ == "DiffusionPipeline" for base in type(model).__mro__)
 
 
@@ -143,12 +136,8 @@ def parts(model: Any) -> dict[str, Any]:
 
 
 def exchanged_names(part: Any) -> list[str]:
-    """Return the names of the functions that are replaced in an object."""
     replaced = copies.replaced_names(type(part)) if copies.is_adapted(type(part)) else ()
     return sorted({*vars(part).get(_SAVED, {}), *replaced})
-
-
-# --- a whole model -------------------------------------------------------------------------------------------------
 
 
 def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
@@ -177,12 +166,29 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
     check_one_of("impl", impl, IMPLS)
-    found = parts(model)
-    changes = _restore(found)
+    found, copier = parts(model), copies.Copier(DropIns(impl))
+    undone = _restore(found)
     try:
-        refused = _adapt_parts(model, found, impl, verbose)
+        changes = _plan(found, DropIns(impl), copier)
+        refused = _find_refused(copier.seen, impl)
+        if not changes:
+            reasons = "; ".join(f"rejected {name}, which {reason}" for name, reason in refused.items())
+            raise TypeError(
+                "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding, "
+                "use lrpe_md.adapt for timm's ViT, or lrpe_md.adapt_attention for other models), got "
+                f"{type(model).__module__}.{type(model).__qualname__}; {reasons or 'found no such function'}"
+            )
+        for path, (cls, attributes) in changes.items():
+            part = found[path]
+            if attributes:
+                vars(part)[_SAVED] = {name: vars(part)[name] for name in attributes}
+                vars(part).update(attributes)
+            if cls is not type(part):
+                part.__class__ = cls
+            if verbose:
+                print(f"adapted: {path or 'model'} ({cls.__name__}): {', '.join(exchanged_names(part))}")
     finally:
-        for path, values in changes.items():
+        for path, values in undone.items():
             attach(path, found[path], values)
     if verbose:
         for name, reason in refused.items():
@@ -190,30 +196,6 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     elif refused:
         warnings.warn(f"adapt_rotary: left unchanged: {', '.join(refused)}", stacklevel=2)
     return model
-
-
-def _adapt_parts(model: Any, found: dict[str, Any], impl: Impl, verbose: bool) -> dict[str, str]:
-    """Replace the rotary functions of a model's parts. Return the functions that can't be replaced, and why."""
-    copier = copies.Copier(DropIns(impl))
-    changes = _plan(found, DropIns(impl), copier)
-    refused = _find_refused(copier.seen, impl)
-    if not changes:
-        reasons = "; ".join(f"rejected {name}, which {reason}" for name, reason in refused.items())
-        raise TypeError(
-            "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding, "
-            "use lrpe_md.adapt for timm's ViT, or lrpe_md.adapt_attention for other models), got "
-            f"{type(model).__module__}.{type(model).__qualname__}; {reasons or 'found no such function'}"
-        )
-    for path, (cls, attributes) in changes.items():
-        part = found[path]
-        if attributes:
-            vars(part)[_SAVED] = {name: vars(part)[name] for name in attributes}
-            vars(part).update(attributes)
-        if cls is not type(part):
-            part.__class__ = cls
-        if verbose:
-            print(f"adapted: {path or 'model'} ({cls.__name__}): {', '.join(exchanged_names(part))}")
-    return refused
 
 
 def find_rotary(model: nn.Module) -> list[str]:

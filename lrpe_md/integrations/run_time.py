@@ -45,12 +45,11 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
 
     Args:
         model: a module with encodings, or a diffusers pipeline.
-        scaling: a function of theta (E,), or (H, E) if heads differ. It returns a scaled theta of the same shape, and
-            an amplitude, which is a number or (E,). Usually, this is a ``*_scaling`` function from
-            ``lrpe_md.frequencies`` with its arguments bound. Pass one function for all axes, or one per axis, slowest
-            first, with None for unchanged axes. It receives the frequencies of an axis in channel order, in float64 on
-            their device. None restores the trained frequencies. Learned frequencies stay trainable, and their current
-            values are scaled.
+        scaling: a function of theta (E,), or (H, E) if heads differ, such as a ``*_scaling`` function from
+            ``lrpe_md.frequencies`` with its arguments bound. It returns a scaled theta of the same shape, and an
+            amplitude, which is a number or (E,). Pass one function for all axes, or one per axis, slowest first, with
+            None for unchanged axes. It receives the frequencies of an axis in channel order, in float64 on their
+            device. None restores the trained frequencies. Learned frequencies stay trainable.
 
     The amplitude applies to the pairs of its axis, in rotated tokens. A prefix, such as text that a preset places at
     zero, keeps an amplitude of 1.
@@ -88,8 +87,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     """In all encodings, move index i of a grid axis to position ``places[i]``. None restores the original positions.
 
     Use this for coordinates that change between steps, such as the :func:`lrpe_md.positions.relative_times` of a
-    stream, or for a jump between scenes. It calls :meth:`FrequencyModule.set_places` of each encoding, which works in
-    place if the length stays the same.
+    stream, or for a jump between scenes. See :meth:`FrequencyModule.set_places`.
 
     Raises:
         ValueError: if there is no encoding, one of them lacks the axis, places don't have the shape (n,), or the model

@@ -77,9 +77,6 @@ def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
     return (where.coords.to(device, torch.float64)[..., None, :] * omega.to(device)).sum(-1)
 
 
-# --- known modules ---------------------------------------------------------------------------------------------------
-
-
 class Formula(NamedTuple):
     """Formula for a module's tables, which are cos and sin, or one tensor with sines followed by cosines."""
 
@@ -90,7 +87,6 @@ class Formula(NamedTuple):
     method: str = "forward"  # returns the tables
 
     def agrees(self, rope: Any, args: Sequence[Any]) -> bool:
-        """Return whether a module's tables for these arguments match the formula."""
         made = _split(getattr(type(rope), self.method)(rope, *args))  # without the hooks of accelerate
         angles = _angles(self.locate(rope, self.settings, *args), self.omega, torch.device("cpu"))
         bound = max(_BOUND, 4 * torch.finfo(made[0].dtype).eps)
@@ -121,7 +117,6 @@ def _split(made: Any) -> tuple[Tensor, Tensor]:
 
 
 def _axial(*series: Tensor) -> Tensor:
-    """Return frequencies (C, K), where each axis has consecutive channels."""
     return torch.block_diag(*[s.double()[:, None] for s in series])
 
 
@@ -176,7 +171,6 @@ def _read_patches(rope: Any) -> _Found:
 
 
 def _read_timm(rope: Any) -> _Found:
-    """Read the formula of timm's axial or DINOv3 tables for a grid (H, W)."""
     is_dino = hasattr(rope, "periods")
     series = 2 * math.pi / rope.periods.double() if is_dino else getattr(rope, "bands", None)
     if series is None or not hasattr(rope, "grid_indexing") or getattr(rope, "in_pixels", False):
@@ -231,9 +225,6 @@ def makes_tables(module: Any) -> bool:
         return False
     name = type(module).__name__.lower()
     return "rope" in name or "rotary" in name or (hasattr(module, "axes_dim") and hasattr(module, "theta"))
-
-
-# --- in a model ------------------------------------------------------------------------------------------------------
 
 
 class StandIn(NamedTuple):

@@ -77,9 +77,7 @@ BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)  
 class LrpeAttention(Attention):
     """timm's attention with the same parameters. It encodes q and k as the :class:`Context` specifies.
 
-    Without a Context (if ``attn_mask`` is None or a mask), it works like timm's attention. ``attention`` is "softmax"
-    or "linear". For ``normalizer``, see :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` determine how the
-    state forgets. ``feature_act`` replaces the encoding's activation.
+    Without a Context (if ``attn_mask`` is None or a mask), it works like timm's attention.
 
     For the backward pass, softmax attention stores the encoded q and k, and, because of v, the projection's output.
     These are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so
@@ -92,12 +90,11 @@ class LrpeAttention(Attention):
     attention: AttentionKind = "softmax"
     normalizer: NormalizerName = "unrotated"
     memory: Memory | None = None
-    feature_act: Act | None = None
+    feature_act: Act | None = None  # replaces the activation of the encoding
     copy_v: bool = False
     keep_encoded: bool = True
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Compute attention for x (B, N, C)."""
         context = attn_mask if isinstance(attn_mask, Context) else Context(None, None, attn_mask)
         encoding, positions, mask = context.encoding, context.positions, context.attn_mask
         gate = None if self.gate is None else self.gate(x).sigmoid()
@@ -136,7 +133,6 @@ class LrpeAttention(Attention):
         return (q, k) if encoding is None else encode(encoding, q, k, positions, is_causal, norm)
 
     def _project(self, x: Tensor, gate: Tensor | None) -> Tensor:
-        """Project the attention's output (B, H, N, D) to (B, N, C)."""
         x = self.norm(x.transpose(1, 2).flatten(2))
         if gate is not None:
             x = x * gate
@@ -403,7 +399,6 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return fitted
 
     def no_weight_decay(self) -> set[str]:
-        """Return timm's names, and the names of frequencies, phases and decays."""
         return super().no_weight_decay() | EncodingStack(self.encoding).no_weight_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -495,7 +490,8 @@ def adapt(
         own = memory if kind == "linear" else None
         module.attention, module.normalizer, module.copy_v = kind, normalizer, copy_v
         module.keep_encoded, module.memory, module.feature_act = keep_encoded, own, feature_act
-        module.decay = None if own is None else own.build_decay(module.num_heads, i, len(blocks), device)
+        decay = None if own is None else own.build_decay(module.num_heads, i, len(blocks), device)
+        module.register_module("decay", decay)
     vit.encoding, vit.memory = built, memory
     if absolute == "drop":
         vit.pos_embed, vit.absolute = None, "none"
@@ -521,7 +517,7 @@ def _attentions(model: Any) -> list[list[Any]]:
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         kind = a_or_an(type(model).__qualname__)
         for name in ("module", "_orig_mod", "model"):  # DataParallel, torch.compile, features_only
-            if isinstance(getattr(model, name, None), (timm_vit.VisionTransformer, LrpeVisionTransformer)):
+            if isinstance(getattr(model, name, None), timm_vit.VisionTransformer):
                 raise TypeError(
                     f"model: expected a timm VisionTransformer, not a wrapper around one, got {kind}; adapt "
                     f"model.{name}, or adapt the model before you wrap it"
