@@ -53,6 +53,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads")
 _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
 _WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
+_OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")  # of SDPA, in order
 
 
 # --- state shared by the forward methods of a model ------------------------------------------------------------------
@@ -283,33 +284,22 @@ class _Encoder:
         return True
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        path: str = "an attention",
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, path: str = "an attention", **options: Any
     ) -> Tensor:
         """Encode q and k, and call ``scaled_dot_product_attention`` with the given arguments (except ``path``)."""
         self._note_call()
+        options.update(zip(_OPTIONS, args, strict=False))
         _check_self_attention(path, query, key)
         encoding = getattr(self.adaptation.model, self.adaptation.name)
         encoding = encoding if self.layer is None else encoding[self.layer]
-        if is_causal:
+        if options.get("is_causal"):
             check_causal(encoding)
         q, k = encoding(query, key, positions=self.adaptation.locate(path))
-        sdpa = F.scaled_dot_product_attention
-        if q.shape[-1] != query.shape[-1]:
-            sdpa, scale = softmax_attention, query.shape[-1] ** -0.5 if scale is None else scale
-        return sdpa(
-            q, k, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa,
-        )  # fmt: skip
+        if q.shape[-1] == query.shape[-1]:
+            return F.scaled_dot_product_attention(q, k, value, **options)
+        if options.get("scale") is None:
+            options["scale"] = query.shape[-1] ** -0.5
+        return softmax_attention(q, k, value, **options)
 
     def weak_attend(self) -> Callable[..., Tensor]:
         """Return ``attend`` as a function that does not keep the model alive."""
@@ -588,13 +578,7 @@ def _describe_missing(model: nn.Module, modules: str | Sequence[str] | None) -> 
     return f"modules: expected patterns of names such as {', '.join(likely[:8])}, got {missing}"
 
 
-def _build(
-    encoding: Any,
-    kwargs: dict[str, Any],
-    found: dict[str, nn.Module],
-    positions: Any,
-    given: tuple[int | None, int | None, int | None],
-) -> nn.Module:
+def _build(encoding: Any, kwargs: dict[str, Any], found: dict[str, nn.Module], positions: Any, given: Any) -> nn.Module:
     """Build one encoding for all attention modules, or one for each. ``given`` is (num_axes, head_dim, num_heads)."""
     num_axes, head_dim, num_heads = given
     if num_axes is None:

@@ -165,11 +165,10 @@ def build_for_layers(
 
 
 Maker: TypeAlias = Callable[[int], nn.Module]  # maps a layer's index to its module
+Made: TypeAlias = tuple[Maker, Sharing]
 
 
-def _of_series(
-    encoding: str, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
-) -> tuple[Maker, Sharing]:
+def _of_series(encoding: str, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int) -> Made:
     _check_options(kwargs, encoding_options(encoding), repr(encoding))
     if encoding == "mixed":
         kwargs = {"frequencies": "mixed", "learnable": True, **kwargs}
@@ -202,9 +201,7 @@ def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
 CHANGES = ("base", "split", "scaling", "rotary_dim", "seed")  # arguments of preset
 
 
-def _of_preset(
-    encoding: str | Scheme | Preset, kwargs: dict[str, Any], head_dim: int, num_heads: int
-) -> tuple[Maker, Sharing]:
+def _of_preset(encoding: str | Scheme | Preset, kwargs: dict[str, Any], head_dim: int, num_heads: int) -> Made:
     """Build a preset. All layers share it if nothing is learned, or if the scheme says so."""
     if "heads" in kwargs:
         raise ValueError(f"heads: expected None with a preset, got {kwargs['heads']!r}")
@@ -241,9 +238,7 @@ def _check_made(made: Preset, changes: dict[str, Any], head_dim: int, num_heads:
         )
 
 
-def _of_factory(
-    factory: Callable[..., Any], kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
-) -> Maker:
+def _of_factory(factory: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int) -> Maker:
     """Call a factory with the names in its signature, because the order differs (num_axes is second in CosineMd)."""
     known = {"head_dim": head_dim, "num_heads": num_heads, "num_axes": num_axes}
     try:

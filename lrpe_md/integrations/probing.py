@@ -167,13 +167,7 @@ class LeafShapes(NamedTuple):
     token: int  # axis along which tables may have more or fewer rows than x has tokens
     rows: int | None = None  # if an object owns the tables
 
-    def shapes(
-        self,
-        axes: tuple[int, ...],
-        one_row: int | None = None,
-        more_heads: int | None = None,
-        shorter: int | None = None,
-    ) -> Shapes:
+    def shapes(self, axes: tuple[int, ...], one_row: int = -1, more_heads: int = -1, shorter: int = -1) -> Shapes:
         """Return shapes with a single row along ``one_row``.
 
         The first x is twice as long along ``more_heads``. The x with index ``shorter`` has one token less.
@@ -184,11 +178,11 @@ class LeafShapes(NamedTuple):
         lengths = {EQUAL: rows, MORE: min(tokens, rows - 1), FEWER: rows + 2 + tokens % 2}
         for x, relation in zip(xs, self.relations, strict=True):
             x[self.token] = lengths[relation]
-        if one_row is not None:
+        if one_row >= 0:
             table[one_row] = 1
-        if more_heads is not None:
+        if more_heads >= 0:
             xs[0][more_heads] *= 2
-        if shorter is not None:
+        if shorter >= 0:
             xs[shorter][self.token] -= 1
         return xs, [[table[a] if a >= 0 else -a for a in labels] for labels in self.labels]
 

@@ -36,7 +36,7 @@ from timm.models import vision_transformer as timm_vit
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..checks import a_or_an, check_reference, repeat_over_layers
+from ..checks import a_or_an, check_one_of, check_reference, repeat_over_layers
 from ..engine.core.call import Act
 from ..engine.encode.views import split_qkv
 from ..engine.linear.call import NormalizerName
@@ -145,14 +145,7 @@ class LrpeAttention(Attention):
         return f"attention='linear', normalizer={self.normalizer!r}{memory}"
 
 
-def encode(
-    encoding: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    positions: Grid | Coordinates | None,
-    is_causal: bool,
-    norm: Norm | None = None,
-) -> tuple[Tensor, Tensor]:
+def encode(encoding: nn.Module, q: Tensor, k: Tensor, positions: Any, is_causal: bool, norm: Norm | None) -> Any:
     if is_causal:
         check_causal(encoding)
     return encoding(q, k, positions=positions) if norm is None else encoding(q, k, positions=positions, norm=norm)
@@ -163,16 +156,8 @@ def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
     return tuple(x.shape[1:3]) if x.ndim == 4 else (height, width)
 
 
-def lay_out_patches(
-    encoding: nn.Module | None,
-    height: int,
-    width: int,
-    num_prefix_tokens: int,
-    reference: Sequence[int | None] | None,
-    device: torch.device | str = "cpu",
-) -> Grid | Coordinates:
-    tokens = Tokens(num_prefix_tokens)
-    return EncodingStack(encoding).lay_out((height, width), tokens, reference=reference, device=device)
+def lay_out_patches(encoding: nn.Module | None, size: Any, num_prefix_tokens: int, reference: Any, device: Any) -> Any:
+    return EncodingStack(encoding).lay_out(size, Tokens(num_prefix_tokens), reference=reference, device=device)
 
 
 class LrpePatchEmbed(PatchEmbed):
@@ -305,8 +290,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         is_causal: bool = False,
     ) -> Any:
         """Run timm's ``forward_intermediates``, with the same arguments and result."""
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt: expected 'NCHW' or 'NLC', got {output_fmt!r}")
+        check_one_of("output_fmt", output_fmt, ("NCHW", "NLC"))
         taken, last = feature_take_indices(len(self.blocks), indices)
         size = tuple(self.patch_embed.dynamic_feat_size(x.shape[2:]))
         prefixes, patches = [], []
@@ -354,7 +338,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if isinstance(drop, PatchDropout):
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
         x = self.norm_pre(x)
-        grid = lay_out_patches(self.encoding, size[0], size[1], self.num_prefix_tokens, self.reference, x.device)
+        grid = lay_out_patches(self.encoding, size, self.num_prefix_tokens, self.reference, x.device)
         grid = EncodingStack(self.encoding).locate(grid)
         if kept is None:
             return x, grid
@@ -410,10 +394,8 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             "blocks": [(r"^encoding\.(\d+)", None), *groups["blocks"]],
         }
 
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        taken = super().prune_intermediate_layers(*args, **kwargs)
         if isinstance(self.encoding, nn.ModuleList):
             self.encoding = self.encoding[: len(self.blocks)]
         return taken
