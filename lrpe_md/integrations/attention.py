@@ -170,7 +170,8 @@ class _Again:
         of_inputs = {x.untyped_storage()._cdata for x in xs}
         storages = [y.untyped_storage()._cdata for y in encoded]
         self.storages = [storage for storage in storages if storage not in of_inputs]
-        self.autocast = torch.is_autocast_enabled(xs[0].device.type), torch.get_autocast_dtype(xs[0].device.type)
+        kind = xs[0].device.type
+        self.autocast: Any = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         self.made: dict[int, Tensor] = {}  # recomputed tensors that have not been unpacked yet
 
     def pack(self, t: Tensor) -> Any:
@@ -184,17 +185,13 @@ class _Again:
             return kept
         which, size, stride, offset = kept
         if which not in self.made:
-            self.made = dict(enumerate(self._encode()))
+            if [x._version for x in self.xs] != self.versions:
+                raise RuntimeError(
+                    "q, k: modified in place since the forward pass, but the backward pass needs to re-encode them"
+                )
+            with torch.no_grad(), torch.autocast(self.xs[0].device.type, **self.autocast):
+                self.made = dict(enumerate(self.encode(*self.xs)))
         return self.made.pop(which).as_strided(size, stride, offset)
-
-    def _encode(self) -> tuple[Tensor, ...]:
-        if [x._version for x in self.xs] != self.versions:
-            raise RuntimeError(
-                "q, k: modified in place since the forward pass, but the backward pass needs to re-encode them"
-            )
-        enabled, dtype = self.autocast
-        with torch.no_grad(), torch.autocast(self.xs[0].device.type, enabled=enabled, dtype=dtype):
-            return self.encode(*self.xs)
 
 
 _KEPT = ("bmm", "mm", "baddbmm", "_softmax", "native_dropout", "rand_like", "bernoulli")

@@ -5,13 +5,11 @@
 
     adapt_attention(dit, "rotate", positions=lambda x, t, y: Grid((x.shape[2] // 2, x.shape[3] // 2)))
 
-The model and its attention modules get their own ``forward``. The model's forward computes the positions. The
-attention's forward runs the original under a ``TorchFunctionMode`` that encodes q and k. A compiler traces a copy of
-the original instead, because it rejects a mode inside a checkpoint.
+The model's own ``forward`` computes the positions. That of an attention runs the original under a ``TorchFunctionMode``
+that encodes q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
 
-A checkpoint reruns parts of the model in the backward pass, after the model's forward pass has ended. The positions
-therefore travel with the tensors that autograd saves. Every checkpoint unpacks its inputs, which restores the
-positions.
+A checkpoint reruns parts of the model after its forward pass has ended. The positions therefore travel with the tensors
+that autograd saves. Every checkpoint unpacks its inputs, which restores the positions.
 """
 
 from __future__ import annotations
@@ -429,8 +427,7 @@ def adapt_attention(
             code calls :func:`set_positions` itself.
         modules: name patterns of the self-attention modules, such as "blocks.*.attn". The default matches modules named
             attn, attn1, attention, self_attn or self_attention. If matches are nested, only the outermost is used.
-        encoding_kwargs: options of the encoding; see :func:`.encoding.build_encoding`. With ``sharing="layer"``, each
-            layer gets its own encoding.
+        encoding_kwargs: options of the encoding. With ``sharing="layer"``, each layer gets its own encoding.
         num_axes: number of axes, by default those of fixed positions, or 2.
         head_dim, num_heads: sizes of the attention modules. By default, they are read from the modules' attributes.
         name: attribute of the model that holds the encoding. If two groups of modules, such as the encoder and decoder

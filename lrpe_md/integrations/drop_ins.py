@@ -111,8 +111,7 @@ class _Probed:
         plan = self.plans.get((key, relations))
         return plan if isinstance(plan, RotationPlan) else None
 
-    # This sets the same mark as torch.compiler.assume_constant_result (torch 2.15), without importing the compiler.
-    # While a graph is traced, all arguments of this method are constants.
+    # Like torch.compiler.assume_constant_result, but without importing the compiler. All arguments are constants.
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def probe(self, key: tuple[Any, ...], relations: str) -> RotationPlan | Unlike:

@@ -90,7 +90,7 @@ def build_encoding(
             - a name from :func:`lrpe_md.list_presets` or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, or one
               per layer if it learns;
             - the result of :func:`lrpe_md.preset` for this head_dim;
-            - a module, shared by all layers;
+            - a module, shared by all layers, called as ``module(q, k, positions=positions)`` with q and k (B, H, N, D);
             - a factory, called once per layer. If its signature contains any of ``head_dim``, ``num_heads`` and
               ``num_axes``, as for ``CosineMd`` and ``partial(CosineMd, learnable=True)``, it receives these. Otherwise,
               it receives ``(head_dim, num_heads)``;
@@ -270,10 +270,10 @@ def encoding_options(encoding: Any) -> set[str]:
         return {"act", "dim"}
     by_name = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}
     module = by_name.get(encoding, PresetMd) if isinstance(encoding, str) else PresetMd
-    own = inspect.signature(module).parameters.keys() - {"preset", "head_dim", "num_axes"}
+    own = {*inspect.signature(module).parameters, "sharing"} - {"preset", "head_dim", "num_axes"}
     if module is PresetMd:
-        return {*own, *CHANGES, "sharing"} - {"num_heads"}
-    return {*own, "heads", "sharing", *(() if encoding == "mixed" else ("split", "remainder"))}
+        return {*own, *CHANGES} - {"num_heads"}
+    return {*own, "heads", *(() if encoding == "mixed" else ("split", "remainder"))}
 
 
 def _check_options(kwargs: dict[str, Any], known: set[str], name: str) -> None:
@@ -317,8 +317,7 @@ def explain_misplaced_options(function: F) -> F:
 class EncodingStack:
     """View of a backbone's encoding, which may be shared by all layers, one per layer, or None.
 
-    ``EncodingStack(model.encoding)[i]`` is the encoding of layer i. The backbone itself registers the module or
-    ModuleList, so its parameters have a single name everywhere: in the state_dict, optimizers and FSDP.
+    The backbone itself registers the module or ModuleList, so that parameters have a single name everywhere.
     """
 
     def __init__(self, encoding: nn.Module | Sequence[nn.Module] | None) -> None:
@@ -419,11 +418,8 @@ class EncodingStack:
         own = {module for layer in self.distinct if layer is not None for module in layer.modules()}
         names = set()
         for path, module in backbone.named_modules():
-            if isinstance(module, (FrequencyModule, HeadDecay)) or (
-                module in own and hasattr(module, "no_weight_decay")
-            ):
-                excluded: Any = module.no_weight_decay
-                names |= {f"{path}.{name}" for name in excluded()}
+            if isinstance(module, (FrequencyModule, HeadDecay)) or module in own:
+                names |= {f"{path}.{name}" for name in getattr(module, "no_weight_decay", set)()}
         return names
 
     def locate(self, positions: Any) -> Any:

@@ -125,6 +125,7 @@ class Probe:
         return [fill(e, lambda e: next(of[e[0]])) for e in self.entries]
 
     def run(self, xs: list[Tensor], leaves: list[Any]) -> list[Tensor]:
+        """Call the function with copies, and return its outputs."""
         inputs = [t.to(self.device, copy=True) if isinstance(t, Tensor) else t for t in (*xs, *leaves)]
         arguments = self.arguments(inputs[: len(xs)], inputs[len(xs) :])
         out = self.call(arguments, inputs[len(xs) + self.num_inner :])
@@ -160,9 +161,7 @@ class Probe:
 
 
 class LeafShapes(NamedTuple):
-    labels: tuple[
-        tuple[int, ...], ...
-    ]  # for each dimension of each leaf, an axis of x with its size, or minus its size
+    labels: tuple[tuple[int, ...], ...]  # for each dimension of each leaf, an axis of x, or minus a fixed size
     relations: str
     token: int  # axis along which tables may have more or fewer rows than x has tokens
     rows: int | None = None  # if an object owns the tables

@@ -25,7 +25,7 @@ from .fused import fuse
 from .linear_cores import find_core, replace_core
 from .table_modules import Changes, attach, detach
 
-__all__ = ["adapt_rotary", "exchanged_names", "is_pipeline", "models_of", "parts", "restore_rotary"]
+__all__ = ["adapt_rotary", "exchanged_names", "models_of", "parts", "restore_rotary"]
 
 Model = TypeVar("Model")
 _ENTRIES = ("__call__", "forward")
@@ -100,14 +100,12 @@ class Exchanged:
         return Exchanged, (self.original, self.exchange)
 
 
-def is_pipeline(model: Any) -> bool:
-    return any(base.__name__ == "DiffusionPipeline" for base in type(model).__mro__)
-
-
 def models_of(model: Any) -> dict[str, nn.Module]:
     """Return a model, or a pipeline's models by name, excluding text encoders, which come from transformers."""
-    if not is_pipeline(model):
+    if isinstance(model, nn.Module):
         return {"": model}
+    if all(base.__name__ != "DiffusionPipeline" for base in type(model).__mro__):
+        raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
     modules = {name: part for name, part in model.components.items() if isinstance(part, nn.Module)}
     texts = {n for n, m in modules.items() if any(c.__module__.startswith("transformers.") for c in type(m).__mro__)}
     return {name: part for name, part in modules.items() if name not in texts}
@@ -143,12 +141,11 @@ def exchanged_names(part: Any) -> list[str]:
 def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
     """Rotate q and k in an existing model, or in a pipeline's denoisers, with :func:`lrpe_md.rotate`.
 
-    This changes the model in place, and returns it. If modules and attention processors call a function by name to
-    rotate q and k, this function is replaced with an equivalent one (:func:`drop_in`). Other models of the same classes
-    don't change. Parameters, their names, hooks, optimizers and the state_dict stay the same. The model still computes
-    its own cos and sin. So hooks on its rotary module, and frequencies that are learned, scaled or replaced, work as
-    before, even if you set them later. In SANA-Video and SANA-WM, :func:`lrpe_md.linear_attention` replaces the whole
-    linear attention.
+    This changes the model in place, and returns it. Functions that modules and attention processors call by name to
+    rotate q and k are replaced with equivalent ones (:func:`drop_in`). Other models of the same classes don't change.
+    Parameters, their names, hooks, optimizers and the state_dict stay the same. The model still computes its own cos
+    and sin. So hooks on its rotary module, and frequencies that are learned, scaled or replaced, work as before, even
+    if you set them later. In SANA-Video and SANA-WM, :func:`lrpe_md.linear_attention` replaces the whole attention.
 
     Args:
         model: an ``nn.Module``, or a diffusers pipeline. A pipeline's text encoders stay unchanged.
@@ -163,10 +160,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         TypeError: if this is not a model, or no function can be replaced. The message says why.
         ValueError: if a part was sharded (``fully_shard``) after it was adapted. The model is then unchanged.
     """
-    if not isinstance(model, nn.Module) and not is_pipeline(model):
-        raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
-    check_one_of("impl", impl, IMPLS)
     found, copier = parts(model), copies.Copier(DropIns(impl))
+    check_one_of("impl", impl, IMPLS)
     undone = _restore(found)
     try:
         changes = _plan(found, DropIns(impl), copier)
@@ -199,10 +194,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
 
 
 def find_rotary(model: nn.Module) -> list[str]:
-    """Return the names of modules and processors that call a rotary function or are adapted. Return [] if RoPE is off.
-
-    RoPE is off if all settings with rotary names in the model and its configuration are None or False.
-    """
+    """Return the names of modules and processors that call a rotary function or are adapted, or [] if RoPE is off."""
     settings = {**getattr(getattr(model, "config", None), "__dict__", {}), **vars(model), **model._modules}
     switches = [value for name, value in settings.items() if _SWITCH.fullmatch(name)]
     if switches and all(value is None or value is False for value in switches):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..frequencies.series import apply_scaling
 from ..modules.base import FrequencyModule, copy_together
 from ..presets.scheme import Scaling
-from .rotary import is_pipeline, parts
+from .rotary import parts
 from .table_modules import makes_tables, stand_in
 
 __all__ = ["Scaled", "prepare_scaling", "set_places", "set_scaling"]
@@ -105,8 +105,6 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
 
 def _find(model: Any) -> dict[str, Any]:
     """Return all encodings by name. If there are none, add them to modules that compute tables."""
-    if not isinstance(model, nn.Module) and not is_pipeline(model):
-        raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
     modules = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
     found: dict[str, Any] = {path: m for path, m in modules.items() if isinstance(m, FrequencyModule)}
     if not found:
