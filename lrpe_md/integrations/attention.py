@@ -16,11 +16,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..engine.core.call import Act
 from ..engine.inductor.private import is_exporting, is_transforming
-from ..engine.linear.call import NormalizerName
 from ..modules.linear import Memory, attend_with
-from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .encoding import Activation
@@ -222,36 +219,33 @@ def attend_linearly(
     encoding: nn.Module | None,
     positions: Grid | Coordinates | None,
     *,
-    normalizer: NormalizerName,
     attn_mask: Tensor | None = None,
     gate: Tensor | None = None,
     is_causal: bool = False,
     block: int | None = None,
     carried: Carried | None = None,
-    norm: Norm | None = None,
     memory: Memory | None = None,
-    decay: Tensor | None = None,
-    act: Act | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Compute linear attention of unencoded q, k and v (B, H, N, D) in v's dtype. See also :func:`attend_with`."""
+    """Compute linear attention of unencoded q, k and v (B, H, N, D) in v's dtype.
+
+    ``options`` are normalizer, decay, norm and act of :func:`attend_with`.
+    """
     if attn_mask is not None:
         raise ValueError(
             f"attn_mask: expected None with linear attention, got a mask of shape {tuple(attn_mask.shape)}. Linear "
             "attention has no weights to mask; use is_causal, or attention='softmax'"
         )
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, norms return float32
-    options: dict[str, Any] = {}
     if memory is not None:
-        options = {"rule": memory.rule, "directions": memory.directions, "decay": decay}
+        options |= {"rule": memory.rule, "directions": memory.directions}
         if memory.rule == "delta":
             assert block is not None
             gate = _scale_keys(k, block, 0 if positions is None else positions.prefix, gate)
     if carried is not None:
         options |= {"state": carried.take(), "return_state": True}
-    found: Any = attend_with(
-        NOTHING if encoding is None else encoding, q, k, v, positions, normalizer=normalizer, gate=gate, block=block,
-        norm=norm, act=act, is_causal=bool(is_causal), **options,
-    )  # fmt: skip # is_causal is a tensor in ONNX's older exporter
+    own, is_causal = NOTHING if encoding is None else encoding, bool(is_causal)  # a tensor in ONNX's older exporter
+    found: Any = attend_with(own, q, k, v, positions, gate=gate, block=block, is_causal=is_causal, **options)
     if carried is None:
         return found
     o, after = found

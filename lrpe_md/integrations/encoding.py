@@ -256,8 +256,6 @@ def _of_factory(factory: Any, kwargs: dict[str, Any], head_dim: int, num_heads: 
     return lambda i: factory(**own)
 
 
-# --- names of options ------------------------------------------------------------------------------------------------
-
 MODEL_OPTIONS = (
     "absolute", "attention", "copy_v", "keep_encoded", "memory", "modules", "normalizer", "num_axes", "positions",
 )  # fmt: skip

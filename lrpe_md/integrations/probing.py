@@ -157,9 +157,6 @@ class Probe:
         return xs, leaves
 
 
-# --- shapes to try --------------------------------------------------------------------------------------------------
-
-
 class LeafShapes(NamedTuple):
     labels: tuple[tuple[int, ...], ...]  # for each dimension of each leaf, an axis of x, or minus a fixed size
     relations: str
@@ -270,9 +267,6 @@ def firsts(width: int, distance: int) -> Tensor:
 def name_pairs(width: int, distance: int) -> Any:
     half = width // 2
     return "half" if distance == half else "interleaved" if distance == 1 else (distance,) * (half // distance)
-
-
-# --- entries of the tables ------------------------------------------------------------------------------------------
 
 
 def as_real(t: Tensor) -> Tensor:

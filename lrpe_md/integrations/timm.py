@@ -497,25 +497,20 @@ def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[An
 def _attentions(model: Any) -> list[list[Any]]:
     """Return the attention layers of each block. If the model can't be adapted, raise an error."""
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
-        kind = a_or_an(type(model).__qualname__)
+        kind, expected = a_or_an(type(model).__qualname__), "model: expected a timm VisionTransformer"
         for name in ("module", "_orig_mod", "model"):  # DataParallel, torch.compile, features_only
             if isinstance(getattr(model, name, None), timm_vit.VisionTransformer):
-                raise TypeError(
-                    f"model: expected a timm VisionTransformer, not a wrapper around one, got {kind}; adapt "
-                    f"model.{name}, or adapt the model before you wrap it"
-                )
+                advice = f"adapt model.{name}, or adapt the model before you wrap it"
+                raise TypeError(f"{expected}, not a wrapper around one, got {kind}; {advice}")
         if isinstance(model, str):
-            raise TypeError(f"model: expected a timm VisionTransformer, got {model!r}; pass the model first")
+            raise TypeError(f"{expected}, got {model!r}; pass the model first")
         names = [type(m).__name__.lower() for m in model.modules()] if isinstance(model, nn.Module) else ["attention"]
         if not any(part in name for name in names for part in ("attn", "attention", "mhsa")):
-            raise TypeError(
-                f"model: expected a timm VisionTransformer, got {kind}, which has no attention layers "
-                "with q and k to encode"
-            )
+            raise TypeError(f"{expected}, got {kind}, which has no attention layers with q and k to encode")
         raise TypeError(
-            f"model: expected a timm VisionTransformer, got {type(model).__module__}.{type(model).__qualname__} "
-            "(subclasses and other families have their own forward method; use lrpe_md.adapt_rotary for a model with a "
-            "rotary encoding, and lrpe_md.adapt_attention for one without relative positions)"
+            f"{expected}, got {type(model).__module__}.{type(model).__qualname__} (subclasses and other families have "
+            "their own forward method; use lrpe_md.adapt_rotary for a model with a rotary encoding, and "
+            "lrpe_md.adapt_attention for one without relative positions)"
         )
     blocks: list[list[Attention]] = []
     for i, block in enumerate(model.blocks):
