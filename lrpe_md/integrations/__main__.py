@@ -70,7 +70,6 @@ def _make(name: str) -> nn.Module:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a configuration. Raise ValueError for any other file."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

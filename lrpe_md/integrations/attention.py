@@ -16,11 +16,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..engine.core.call import Act
 from ..engine.inductor.private import is_exporting, is_transforming
-from ..engine.linear.call import NormalizerName
 from ..modules.linear import Memory, attend_with
-from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .encoding import Activation
@@ -45,12 +42,9 @@ class Context:
     This is not a tuple, because the mixed precision of FSDP and DDP would cast the tensors in it, including positions.
 
     Args:
-        block: number of tokens per frame, if a frame only sees itself and earlier frames. See
-            :func:`lrpe_md.linear_attention`.
-        carried: see :class:`Carried`.
+        block: number of tokens per frame, if a frame only sees itself and earlier frames, or for a memory.
         window: number of frames that softmax attention sees, including the current one. None means all frames.
-        bidirectional: whether a frame sees all frames. Only linear layers with a :class:`lrpe_md.Memory` then use
-            ``block``.
+        bidirectional: whether a frame sees all frames. Only linear layers with a memory then use ``block``.
     """
 
     def __init__(
@@ -73,12 +67,9 @@ class Context:
 
 
 def weight_dtype(layer: nn.Module, default: torch.dtype) -> torch.dtype:
-    """Return the dtype of a layer's weight, or ``default`` if the weight is quantised.
-
-    If a wrapper, such as LoRA, has no ``weight``, return the dtype of its first parameter.
-    """
+    """Return the dtype of a layer's weight, or ``default`` if the weight is quantised."""
     weight: Any = getattr(layer, "weight", None)  # a method in torch.ao's quantised layers
-    if weight is None:
+    if weight is None:  # a wrapper, such as LoRA
         weight = next(layer.parameters(), None)
     return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else default
 
@@ -86,11 +77,9 @@ def weight_dtype(layer: nn.Module, default: torch.dtype) -> torch.dtype:
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
     """Return the SDPA backends to try, in order, or None for PyTorch's default.
 
-    The cosine map doubles the width of q and k, but not of v. Flash attention rejects unequal widths, and PyTorch then
-    falls back to the memory-efficient kernel. On Hopper, cuDNN is several times faster for 16-bit inputs of unequal
-    width (docs/tuning.md), so it is tried first. If it rejects a mask or a width, the next backend is used. In all
-    other cases, PyTorch chooses. Function transforms and forward mode require the math backend, because the fused
-    backends have no forward-mode derivative.
+    Flash attention rejects the cosine map's unequal widths of q and v. PyTorch then falls back to the memory-efficient
+    kernel, but on Hopper, cuDNN is several times faster in 16 bits (docs/tuning.md). Function transforms and forward
+    mode require the math backend, because the fused backends have no forward-mode derivative.
     """
     if is_transforming():
         return [SDPBackend.MATH]
@@ -141,21 +130,11 @@ def attend_softmax(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
     return attn.attn_drop(weights.softmax(dim=-1)) @ v
 
 
-def attend_encoded(
-    encode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
+def attend_encoded(encode: Callable[..., Any], attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute ``attend(*encode(q, k), v)``, and re-encode q and k in the backward pass to save memory.
 
-    Softmax attention would store the encoded q and k for its backward pass. Instead, we recompute them from q and k,
-    which are in memory anyway, as part of the projection's output. Everything else that the attention saves (output,
-    sums, random state) is still saved. So only the encoding runs twice, and the gradients are identical.
-
-    ``encode`` must not draw random numbers. It runs only once under function transforms, without gradients, or with
-    other saved-tensor hooks (activation checkpointing).
+    Only the encoding runs twice, so the gradients are identical. ``encode`` must not draw random numbers. It runs once
+    under function transforms, without gradients, or with other saved-tensor hooks (activation checkpointing).
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if torch.compiler.is_compiling() and needed and not is_exporting():
@@ -188,7 +167,8 @@ class _Again:
         of_inputs = {x.untyped_storage()._cdata for x in xs}
         storages = [y.untyped_storage()._cdata for y in encoded]
         self.storages = [storage for storage in storages if storage not in of_inputs]
-        self.autocast = torch.is_autocast_enabled(xs[0].device.type), torch.get_autocast_dtype(xs[0].device.type)
+        kind = xs[0].device.type
+        self.autocast: Any = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         self.made: dict[int, Tensor] = {}  # recomputed tensors that have not been unpacked yet
 
     def pack(self, t: Tensor) -> Any:
@@ -202,17 +182,13 @@ class _Again:
             return kept
         which, size, stride, offset = kept
         if which not in self.made:
-            self.made = dict(enumerate(self._encode()))
+            if [x._version for x in self.xs] != self.versions:
+                raise RuntimeError(
+                    "q, k: modified in place since the forward pass, but the backward pass needs to re-encode them"
+                )
+            with torch.no_grad(), torch.autocast(self.xs[0].device.type, **self.autocast):
+                self.made = dict(enumerate(self.encode(*self.xs)))
         return self.made.pop(which).as_strided(size, stride, offset)
-
-    def _encode(self) -> tuple[Tensor, ...]:
-        if [x._version for x in self.xs] != self.versions:
-            raise RuntimeError(
-                "q, k: modified in place since the forward pass, but the backward pass needs to re-encode them"
-            )
-        enabled, dtype = self.autocast
-        with torch.no_grad(), torch.autocast(self.xs[0].device.type, enabled=enabled, dtype=dtype):
-            return self.encode(*self.xs)
 
 
 _KEPT = ("bmm", "mm", "baddbmm", "_softmax", "native_dropout", "rand_like", "bernoulli")
@@ -233,7 +209,6 @@ class Carried:
         self.after: list[Any] = []
 
     def take(self) -> Any:
-        """Return the entry of the next attention layer."""
         return self.before[len(self.after)] if self.before else None
 
 
@@ -244,21 +219,17 @@ def attend_linearly(
     encoding: nn.Module | None,
     positions: Grid | Coordinates | None,
     *,
-    normalizer: NormalizerName,
     attn_mask: Tensor | None = None,
     gate: Tensor | None = None,
     is_causal: bool = False,
     block: int | None = None,
     carried: Carried | None = None,
-    norm: Norm | None = None,
     memory: Memory | None = None,
-    decay: Tensor | None = None,
-    act: Act | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Compute linear attention of unencoded q, k and v (B, H, N, D) in v's dtype. See also :func:`attend_with`.
+    """Compute linear attention of unencoded q, k and v (B, H, N, D) in v's dtype.
 
-    ``norm`` is the norm of q and k if it is fused. ``memory`` and ``decay`` belong to the layer, and apply to each
-    block.
+    ``options`` are normalizer, decay, norm and act of :func:`attend_with`.
     """
     if attn_mask is not None:
         raise ValueError(
@@ -266,20 +237,18 @@ def attend_linearly(
             "attention has no weights to mask; use is_causal, or attention='softmax'"
         )
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, norms return float32
-    own = NOTHING if encoding is None else encoding
-    options: dict[str, Any] = {}
     if memory is not None:
-        options = {"rule": memory.rule, "directions": memory.directions, "decay": decay}
+        options |= {"rule": memory.rule, "directions": memory.directions}
         if memory.rule == "delta":
             assert block is not None
             gate = _scale_keys(k, block, 0 if positions is None else positions.prefix, gate)
-    attend = partial(
-        attend_with, own, q, k, v, positions, normalizer=normalizer, gate=gate, block=block, norm=norm, act=act,
-        **options,
-    )  # fmt: skip
+    if carried is not None:
+        options |= {"state": carried.take(), "return_state": True}
+    own, is_causal = NOTHING if encoding is None else encoding, bool(is_causal)  # a tensor in ONNX's older exporter
+    found: Any = attend_with(own, q, k, v, positions, gate=gate, block=block, is_causal=is_causal, **options)
     if carried is None:
-        return attend(is_causal=bool(is_causal))  # is_causal is a tensor in ONNX's older exporter
-    o, after = attend(is_causal=bool(is_causal), state=carried.take(), return_state=True)
+        return found
+    o, after = found
     carried.after.append(after)
     return o
 
@@ -287,22 +256,23 @@ def attend_linearly(
 def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tensor:
     """Return the delta-rule gate (B, H or 1, N) for keys (B, H, N, D) that were normalised within each head.
 
-    The squared norm of such a key is about D. With this gate, the squared norms of a frame's or prefix's keys sum to at
-    most about 1, so the state can't grow from frame to frame. Instead, SANA-WM multiplies the keys by the square root
-    of this gate.
+    The squared norms of a frame's or prefix's keys, each about D, then sum to at most about 1, so the state can't grow
+    from frame to frame. Instead, SANA-WM multiplies the keys by the square root of this gate.
     """
-    size = max(block, prefix)
-    scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / (k.shape[3] * size), dtype=torch.float32)
+    width = k.shape[3] * max(block, prefix)
+    scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / width, dtype=torch.float32)
     return scale if gate is None else scale * gate
 
 
 def check_memory(memory: Any, kinds: Sequence[str]) -> None:
     """Check that ``memory`` is a Memory, and that the model has linear attention."""
-    if memory is not None and not isinstance(memory, Memory):
+    if memory is None:
+        return
+    if not isinstance(memory, Memory):
         raise TypeError(
             f"memory: expected an lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=..., decay=...)"
         )
-    if memory is not None and "linear" not in kinds:
+    if "linear" not in kinds:
         raise ValueError(f"memory: expected None without linear attention, got {memory}; use attention='linear'")
 
 

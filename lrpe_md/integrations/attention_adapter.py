@@ -5,13 +5,11 @@
 
     adapt_attention(dit, "rotate", positions=lambda x, t, y: Grid((x.shape[2] // 2, x.shape[3] // 2)))
 
-The model's code and classes are unchanged. The model and its attention modules get their own ``forward``. The model's
-forward computes and stores the positions. The attention's forward runs the original under a ``TorchFunctionMode`` that
-encodes q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
+The model's own ``forward`` computes the positions. That of an attention runs the original under a ``TorchFunctionMode``
+that encodes q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
 
-A checkpoint reruns parts of the model in the backward pass, after the model's forward pass has ended. The positions
-therefore travel with the tensors that autograd saves. Each saved tensor is packed together with the positions of its
-forward pass. Every checkpoint unpacks its inputs, which restores the positions.
+A checkpoint reruns parts of the model after its forward pass has ended. The positions therefore travel with the tensors
+that autograd saves. Every checkpoint unpacks its inputs, which restores the positions.
 """
 
 from __future__ import annotations
@@ -53,6 +51,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads")
 _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
 _WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
+_OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")  # of SDPA, in order
 
 
 # --- state shared by the forward methods of a model ------------------------------------------------------------------
@@ -148,19 +147,14 @@ def _call_positions(where: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     try:
         return where(*args, **kwargs)
     except TypeError as error:
-        try:
-            inspect.signature(where).bind(*args, **kwargs)
-        except TypeError as mismatch:
-            raise TypeError(
-                f"positions: expected a function that takes the arguments of the model's forward, got {mismatch}"
-            ) from error
-        except ValueError:  # a builtin without a signature
-            pass
-        raise
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # raised by its body
+            raise
+        raise TypeError(
+            f"positions: expected a function that takes the arguments of the model's forward, got {error}"
+        ) from error
 
 
 def _current_task() -> int:
-    """Return the id of the running backward pass, or -1."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
@@ -183,8 +177,7 @@ class _Forward:
 
     @property
     def __code__(self) -> CodeType:
-        """Code object of this call, which ``torch.export`` reads."""
-        return self.run.__code__
+        return self.run.__code__  # torch.export reads this
 
     @torch.compiler.assume_constant_result
     def look_up(self) -> bool:
@@ -193,7 +186,6 @@ class _Forward:
         return True
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original forward."""
         self.look_up()
         if self.original is None:
             return self.of_class(self.module, *args, **kwargs)
@@ -238,12 +230,11 @@ class _ModelForward(_Forward):
 def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     """Pack the tensors that autograd saves together with the positions of the running forward pass.
 
-    The caller's hooks keep working. If hooks are disabled, nothing is packed, because checkpoints can't use hooks
-    either.
+    The caller's hooks keep working. If hooks are disabled, checkpoints can't use them either.
     """
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transforming():
         return nullcontext()
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     if not autograd._saved_tensors_hooks_is_enabled():
         return nullcontext()
     outer = autograd._top_saved_tensors_default_hooks(True)
@@ -264,15 +255,10 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     return saved_tensors_hooks(pack, unpack)
 
 
-# --- an attention ----------------------------------------------------------------------------------------------------
-
-
 class _Encoder:
     """Replacement for ``scaled_dot_product_attention``, which encodes q and k first.
 
-    Args:
-        adaptation: provides the encoding and positions.
-        layer: index of the attention module if each has its own encoding, or None if all share one.
+    ``layer`` is the index of the attention module if each has its own encoding, or None if all share one.
     """
 
     def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
@@ -296,33 +282,22 @@ class _Encoder:
         return True
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        path: str = "an attention",
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, path: str = "an attention", **options: Any
     ) -> Tensor:
         """Encode q and k, and call ``scaled_dot_product_attention`` with the given arguments (except ``path``)."""
         self._note_call()
+        options.update(zip(_OPTIONS, args, strict=False))
         _check_self_attention(path, query, key)
         encoding = getattr(self.adaptation.model, self.adaptation.name)
         encoding = encoding if self.layer is None else encoding[self.layer]
-        if is_causal:
+        if options.get("is_causal"):
             check_causal(encoding)
         q, k = encoding(query, key, positions=self.adaptation.locate(path))
-        sdpa = F.scaled_dot_product_attention
-        if q.shape[-1] != query.shape[-1]:
-            sdpa, scale = softmax_attention, query.shape[-1] ** -0.5 if scale is None else scale
-        return sdpa(
-            q, k, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa,
-        )  # fmt: skip
+        if q.shape[-1] == query.shape[-1]:
+            return F.scaled_dot_product_attention(q, k, value, **options)
+        if options.get("scale") is None:
+            options["scale"] = query.shape[-1] ** -0.5
+        return softmax_attention(q, k, value, **options)
 
     def weak_attend(self) -> Callable[..., Tensor]:
         """Return ``attend`` as a function that does not keep the model alive."""
@@ -395,10 +370,7 @@ def _checkpoint_state() -> tuple[Any, bool]:
 
 
 class _Encode(TorchFunctionMode):
-    """Mode that encodes q and k in SDPA calls.
-
-    ``state`` is the result of :func:`_checkpoint_state` before the mode is entered. With None, nothing is checked.
-    """
+    """Mode that encodes q and k in SDPA calls. ``state`` is the :func:`_checkpoint_state` before, or None."""
 
     def __init__(self, attention: _Attention, state: tuple[Any, bool] | None) -> None:
         super().__init__()
@@ -423,9 +395,6 @@ class _Encode(TorchFunctionMode):
             )
 
 
-# --- public ----------------------------------------------------------------------------------------------------------
-
-
 @explain_misplaced_options
 def adapt_attention(
     model: Model,
@@ -442,10 +411,10 @@ def adapt_attention(
     """Add an encoding to a model without one. This changes the model in place, and returns it.
 
     Self-attention modules encode q and k just before they call ``torch.nn.functional.scaled_dot_product_attention``.
-    You don't have to edit any code. Only this model changes. Its weights, their names, hooks and classes stay the same.
-    The model works under checkpointing, autocast, ``torch.compile``, DDP and FSDP2, and you can copy and pickle it.
-    Learned frequencies are parameters at ``model.encoding``, so call this before you build the optimizer. Position
-    embeddings that the model adds to its tokens remain, unless you remove them yourself.
+    The model's weights, their names, hooks and classes stay the same. It works under checkpointing, autocast,
+    ``torch.compile``, DDP and FSDP2, and you can copy and pickle it. Learned frequencies are parameters at
+    ``model.encoding``, so call this before you build the optimizer. Position embeddings that the model adds to its
+    tokens remain, unless you remove them yourself.
 
     Args:
         model: a model such as DiT, SiT, U-ViT, MAE or nanoGPT. For timm's plain ViT, :func:`lrpe_md.adapt` offers more.
@@ -458,10 +427,8 @@ def adapt_attention(
             code calls :func:`set_positions` itself.
         modules: name patterns of the self-attention modules, such as "blocks.*.attn". The default matches modules named
             attn, attn1, attention, self_attn or self_attention. If matches are nested, only the outermost is used.
-        encoding_kwargs: options of the encoding; see :func:`.encoding.build_encoding`. With ``sharing="layer"``, each
-            layer gets its own encoding.
-        num_axes: number of axes, if the encoding is built here. The default is the number of axes of fixed positions,
-            or 2 otherwise.
+        encoding_kwargs: options of the encoding. With ``sharing="layer"``, each layer gets its own encoding.
+        num_axes: number of axes, by default those of fixed positions, or 2.
         head_dim, num_heads: sizes of the attention modules. By default, they are read from the modules' attributes.
         name: attribute of the model that holds the encoding. If two groups of modules, such as the encoder and decoder
             of an MAE, need different encodings, call ``adapt_attention`` twice with different names.
@@ -497,11 +464,10 @@ def adapt_attention(
 
 
 def restore_attention(model: Model) -> Model:
-    """Undo :func:`adapt_attention` in place. A model that is not adapted stays unchanged.
+    """Undo :func:`adapt_attention` in place.
 
     Raises:
-        ValueError: if a forward method was replaced after adapting, for example by an offloading hook. The model then
-            stays unchanged.
+        ValueError: if a forward method was replaced after adapting, for example by an offloading hook.
     """
     found = [attention for attention in map(find_adapted_forward, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
@@ -525,12 +491,7 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
 
     Use this in models that choose their tokens during the forward pass, such as an MAE that draws the patches to keep.
     The positions apply to all subsequent attention modules until the forward pass ends. Call it outside of checkpointed
-    code.
-
-    Args:
-        model: the model passed to :func:`adapt_attention`.
-        positions: positions of all tokens that the following attention modules see.
-        name: the name passed to ``adapt_attention``.
+    code. ``model`` and ``name`` are those passed to :func:`adapt_attention`.
 
     Raises:
         ValueError: if there is no adaptation with this name, if positions are fixed, or outside the forward pass.
@@ -559,26 +520,23 @@ def _forwards_of(model: nn.Module) -> Iterator[_ModelForward]:
         forward = forward.original
 
 
-# --- modules to adapt ------------------------------------------------------------------------------------------------
-
-
 def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> dict[str, nn.Module]:
     patterns = (modules,) if isinstance(modules, str) else modules
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Identity, *_LISTS)):
-            continue
-        if any(path.startswith(f"{outer}.") or outer == "" for outer in found):
+        if isinstance(module, (nn.Identity, *_LISTS)) or any(f".{path}".startswith(f".{outer}.") for outer in found):
             continue
         if path.split(".")[-1] in NAMES if patterns is None else any(fnmatchcase(path, each) for each in patterns):
             found[path] = module
+            if not path:  # the model itself
+                break
     if not found:
         raise ValueError(_describe_missing(model, modules))
-    rotary = {path for path in find_rotary(model) if any(f"{path}.".startswith(f"{outer}.") for outer in found)}
-    for path in sorted(rotary):
+    rotary = [path for path in find_rotary(model) if any(f"{path}.".startswith(f"{outer}.") for outer in found)]
+    if rotary:
         raise ValueError(
-            f"modules: expected attention modules without an encoding, got {path}, which already rotates q and k. Use "
-            "adapt_rotary(model) to run its rotation with this library, or name other modules in modules="
+            f"modules: expected attention modules without an encoding, got {min(rotary)}, which already rotates q and "
+            "k. Use adapt_rotary(model) to run its rotation with this library, or name other modules in modules="
         )
     for path, module in found.items():
         if find_adapted_forward(module) is not None:
@@ -602,17 +560,14 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
 
 def _has_encoding(model: nn.Module, path: str) -> bool:
     """Return whether an attention module already encodes q and k, with its own encoding or that of its backbone."""
-    module = model.get_submodule(path)
+    module, names = model.get_submodule(path), path.split(".")
     if any(isinstance(inner, FrequencyModule) for inner in module.modules()):
         return True
-    names = path.split(".")
     owners = [model.get_submodule(".".join(names[:i])) for i in range(len(names))]
-    takes_context = getattr(type(module), "takes_context", False)
-    return takes_context and any(owner._modules.get("encoding") is not None for owner in owners)
+    return hasattr(module, "takes_context") and any(o._modules.get("encoding") is not None for o in owners)
 
 
 def _describe_missing(model: nn.Module, modules: str | Sequence[str] | None) -> str:
-    """Return an error message that lists the names of the model's modules."""
     paths = [path for path, module in model.named_modules() if [*module.children()] and not isinstance(module, _LISTS)]
     names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths if path))
     likely = [name for name in names if "att" in name.split(".")[-1].lower()] or names or ["blocks.*.attn"]
@@ -620,13 +575,7 @@ def _describe_missing(model: nn.Module, modules: str | Sequence[str] | None) -> 
     return f"modules: expected patterns of names such as {', '.join(likely[:8])}, got {missing}"
 
 
-def _build(
-    encoding: Any,
-    kwargs: dict[str, Any],
-    found: dict[str, nn.Module],
-    positions: Any,
-    given: tuple[int | None, int | None, int | None],
-) -> nn.Module:
+def _build(encoding: Any, kwargs: dict[str, Any], found: dict[str, nn.Module], positions: Any, given: Any) -> nn.Module:
     """Build one encoding for all attention modules, or one for each. ``given`` is (num_axes, head_dim, num_heads)."""
     num_axes, head_dim, num_heads = given
     if num_axes is None:
@@ -652,7 +601,6 @@ def _build(
 
 
 def _read_heads(path: str, module: nn.Module, head_dim: int | None, num_heads: int | None) -> tuple[int, int]:
-    """Read head_dim and num_heads from a third-party attention module. The arguments replace missing attributes."""
     for source in (module, getattr(module, "config", None)):
         groups = [[getattr(source, name, None) for name in names] for names in (_HEADS, _HEAD_DIM, _WIDTH)]
         heads, size, width = (next((n for n in each if isinstance(n, int) and n > 0), None) for each in groups)

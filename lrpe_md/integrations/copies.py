@@ -32,6 +32,7 @@ _PRIVATE = "_lrpe_"
 _ROTARY = re.compile(r"(^|_)(rot|rotary|rotate|rope|ropes|cos|sin|freqs?|cis|pe|pos_emb|image_rotary)(_|\d|$)", re.I)
 _DEPTH = 3  # maximum depth of nested calls
 _LARGEST_TABLE = 32  # largest dict of functions that is searched
+_KINDS = {"LOAD_DEREF": "cell", "LOAD_CLOSURE": "cell", "LOAD_GLOBAL": "global", "LOAD_NAME": "global"}
 
 
 # --- names that a code object looks up -----------------------------------------------------------------------------
@@ -43,8 +44,7 @@ class Lookups(NamedTuple):
     Args:
         chains: (kind, variable, attribute, ..) for each chain, such as ``self.rope.rotate``, and for all its prefixes.
             The kind is "global", "local", or "cell" for a variable of an enclosing function.
-        imports: (module, name) of imports at run time, such as ``("2:embeddings", "apply")``, where 2 is the relative
-            level.
+        imports: (relative level and module, name) of imports at run time, such as ``("2:embeddings", "apply")``.
         others: attribute names that are looked up on anything else.
     """
 
@@ -67,12 +67,10 @@ def read_lookups(code: CodeType) -> Lookups:
         before, chain = chain, None
         if operation.startswith("LOAD_FAST"):
             chain = ("local", value[-1] if isinstance(value, tuple) else value)
-        elif operation in ("LOAD_DEREF", "LOAD_CLOSURE"):
-            chain = ("cell", value)
+        elif operation in _KINDS:
+            chain = (_KINDS[operation], value)
         elif operation in ("LOAD_CONST", "LOAD_SMALL_INT"):
             constants = (constants[1], value)
-        elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-            chain = ("global", value)
         elif operation in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
             chain = (*before, value)
         elif operation == "IMPORT_NAME":
@@ -87,7 +85,6 @@ def read_lookups(code: CodeType) -> Lookups:
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of all functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -102,12 +99,10 @@ def looks_rotary(code: CodeType) -> bool:
 
 
 def _package_of(space: Mapping[str, Any]) -> str:
-    """Return the name of the top-level package that a namespace belongs to."""
     return str(space.get("__name__")).partition(".")[0]
 
 
 def _contents(cell: CellType) -> Any:
-    """Return the contents of a cell, or None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -123,8 +118,7 @@ Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement for a val
 class Copier:
     """Copy functions, and replace the functions that they call with ``exchange(function)``.
 
-    ``names`` maps further names to other names in the same place. They are only replaced in the first function, and not
-    in those that it calls.
+    ``names`` maps further names to replace in the first function, but not in those that it calls.
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
@@ -134,7 +128,6 @@ class Copier:
 
     @property
     def seen(self) -> list[Any]:
-        """All callables passed to ``exchange``."""
         return [value for value, _ in self._exchanged.values()]
 
     def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
@@ -218,7 +211,6 @@ class Copier:
 
 
 def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:
-    """Return the namespace of a module that a function imports from."""
     level, _, name = place.partition(":")
     try:
         full = importlib.util.resolve_name("." * int(level) + name, space.get("__package__") or "")
@@ -250,7 +242,6 @@ def _call_global(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _nested_function(code: CodeType, function: FunctionType) -> FunctionType:
-    """Return a function that another one defines when it runs. Results are cached."""
     return FunctionType(code, function.__globals__, code.co_name)
 
 
@@ -272,8 +263,7 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
 def copy_forward(module: nn.Module, attend: Callable[..., Any]) -> FunctionType | None:
     """Return a copy of a module's forward method that calls ``attend`` in place of ``scaled_dot_product_attention``.
 
-    The private names keep ``attend`` alive. Return None if the forward method does not call SDPA, or if other methods
-    or child modules call it.
+    Return None if the forward method does not call SDPA, or if other methods or child modules call it.
     """
     kind, copier = type(module), Copier(lambda function: attend if function is SDPA else None)
     if not isinstance(kind.forward, FunctionType):
@@ -303,7 +293,6 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
 
 
 def _inner_functions(function: FunctionType) -> list[FunctionType]:
-    """Return the functions in the closure of another function."""
     values = map(_contents, function.__closure__ or ())
     return [value for value in values if isinstance(value, FunctionType) and value is not function]
 
@@ -321,8 +310,7 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
     found: dict[str, FunctionType] = {}
     names = [*entries]
     for name in names:  # the list grows
-        method = find_method(cls, name)
-        function = getattr(method, "__func__", method)
+        function = getattr(method := find_method(cls, name), "__func__", method)
         if isinstance(function, FunctionType) and _package_of(function.__globals__) != "torch":
             found[name] = function
             names += {path[0] for path in read_own(function)}.difference(names)
@@ -355,13 +343,11 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
 
 
 @functools.cache
-def derive_class(
-    cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
-) -> Any:
-    """Return a class of the same name with different methods. Results are cached.
+def derive_class(cls: type, methods: tuple[Any, ...], recipe: Any, extras: tuple[str, ...] = ()) -> Any:
+    """Return a class of the same name with different methods. ``recipe.derive(cls)`` recreates it.
 
-    ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``recipe.derive(cls)`` recreates this
-    class. ``extras`` holds additional attributes of the class's objects.
+    ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``extras`` names additional attributes
+    of the class's objects.
     """
     own: dict[str, Any] = {
         **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe,
@@ -405,13 +391,11 @@ def replaced_names(cls: type) -> set[str]:
 
 
 def _private_names(function: Any) -> set[str]:
-    """Return the original names for the private names that a function looks up."""
-    waiting, found = [function], set[str]()
-    while waiting:
-        if isinstance(function := waiting.pop(), FunctionType):
-            found.update(name for code in _nested_codes(function.__code__) for name in code.co_names)
-            waiting += _inner_functions(function)
-    return {name.removeprefix(_PRIVATE).rstrip("0123456789") for name in found if name.startswith(_PRIVATE)}
+    if not isinstance(function, FunctionType):
+        return set()
+    found = {name for code in _nested_codes(function.__code__) for name in code.co_names if name.startswith(_PRIVATE)}
+    own = {name.removeprefix(_PRIVATE).rstrip("0123456789") for name in found}
+    return own.union(*map(_private_names, _inner_functions(function)))
 
 
 def is_adapted(cls: type) -> bool:
@@ -425,5 +409,4 @@ def original_class(cls: type) -> Any:
 
 
 def recipe_of(cls: type) -> Any:
-    """Return the recipe of a derived class. Return None for other classes, and for subclasses of a derived class."""
     return vars(cls).get(_RECIPE)

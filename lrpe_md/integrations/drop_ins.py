@@ -45,12 +45,11 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     Args:
         function: function that rotates x, or q and k, by tables in any common layout. The tables can be cos and sin (as
             two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
-            a module or bound method that reads cos and sin from its own tensors, which are then read at each call. We
-            probe it with small tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So
-            it must not behave differently at larger sizes or positions, for example by scaling from 4,096 tokens on. We
-            find tables and indices of their rows by the parameters' names, such as ``cos``, ``freqs``, ``position_ids``
-            and ``idx``, and then try other roles. A number whose name contains ``offset``, ``start_pos`` or ``past`` is
-            the row of the first token, if the probe confirms it.
+            a module or bound method that reads cos and sin from its own tensors at each call. We probe it with small
+            tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So it must not behave
+            differently at larger sizes or positions, for example by scaling from 4,096 tokens on. Parameters' names,
+            such as ``cos``, ``freqs``, ``position_ids`` and ``idx``, tell which roles to try first. A number whose name
+            contains ``offset``, ``start_pos`` or ``past`` is the row of the first token, if the probe confirms it.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
@@ -76,10 +75,7 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
 
 
 class _Probed:
-    """A function, the parameters that it rotates, and the plans for all kinds of arguments seen so far.
-
-    It may read tensors and settings (numbers, flags and strings) of its ``owner``.
-    """
+    """A function, the parameters that it rotates, and the plans for all kinds of arguments seen so far."""
 
     def __init__(self, function: Callable[..., Any], device: str, parameters: list[inspect.Parameter]) -> None:
         self.function, self.device = function, device
@@ -98,14 +94,12 @@ class _Probed:
         self.own_tensors = tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
         integers = [(n, t) for n, t in held.items() if isinstance(t, Tensor) and t.dtype in (torch.int32, torch.int64)]
         self.counters = tuple(name for name, t in integers if t.numel() == 1 and not t.is_meta)
-        self.increment = 0  # added to the counters
         self.attributes: tuple[str, ...] = ()  # those of own_tensors that are tables
         self.plans: dict[Any, RotationPlan | Unlike] = {}
         self.key: tuple[Any, ...] = ()  # the first kind of arguments that worked
         self.relation = EQUAL  # how the number of table rows relates to the number of tokens
 
     def describe_owner(self) -> list[tuple[Any, ...]]:
-        """Return the parts of the owner that a plan depends on."""
         tensors = [getattr(self.owner, name) for name in self.attributes]
         entries = [("attribute", tuple(t.shape), t.dtype) if isinstance(t, Tensor) else ("unknown",) for t in tensors]
         return [*entries, ("settings", *[describe(getattr(self.owner, name), False) for name in self.settings])]
@@ -117,38 +111,26 @@ class _Probed:
         plan = self.plans.get((key, relations))
         return plan if isinstance(plan, RotationPlan) else None
 
-    # This sets the same mark as torch.compiler.assume_constant_result (torch 2.15), without importing the compiler.
-    # While a graph is traced, all arguments of this method are constants.
+    # Like torch.compiler.assume_constant_result, but without importing the compiler. All arguments are constants.
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def probe(self, key: tuple[Any, ...], relations: str) -> RotationPlan | Unlike:
-        """Probe one kind of arguments, and store the plan."""
-        try:
-            plan: RotationPlan | Unlike = find_plan(self.call, key, relations, self.device)
-            if self.counters and not self.ignores_counters(key, relations, plan):
-                reason = "which would have to be read at each call; pass it as an argument"
-                raise Unlike(5, f"depends on an integer tensor of its object ({', '.join(self.counters)}), {reason}")
-        except Unlike as e:
-            plan = e.with_traceback(None)
+        plan = self.try_plan(key, relations, 0)
+        if self.counters and isinstance(plan, RotationPlan) and plan != self.try_plan(key, relations, 1):
+            reason = "which would have to be read at each call; pass it as an argument"
+            plan = Unlike(5, f"depends on an integer tensor of its object ({', '.join(self.counters)}), {reason}")
         self.plans[key, relations] = plan
         return plan
 
-    def ignores_counters(self, key: tuple[Any, ...], relations: str, plan: RotationPlan) -> bool:
-        """Return whether the plan also holds after the counters change. Their values are not part of the key."""
-        self.increment = 1
+    def try_plan(self, key: tuple[Any, ...], relations: str, increment: int) -> RotationPlan | Unlike:
         try:
-            return find_plan(self.call, key, relations, self.device) == plan
-        except Unlike:
-            return False
-        finally:
-            self.increment = 0
+            call = lambda values, tensors: self.call(values, tensors, increment)  # noqa: E731
+            return find_plan(call, key, relations, self.device)
+        except Unlike as e:
+            return e.with_traceback(None)
 
-    def call(self, values: list[Any], tensors: list[Tensor]) -> Any:
-        """Call the original on a copy of its object with the given tensors.
-
-        Raises:
-            Unlike: if the call changes a setting of the object.
-        """
+    def call(self, values: list[Any], tensors: list[Tensor], increment: int = 0) -> Any:
+        """Call the original on a copy of its object with the given tensors. ``increment`` is added to the counters."""
         args, names = values[: self.num_positional], self.names[self.num_positional :]
         kwargs = dict(zip(names, values[self.num_positional :], strict=True))
         if self.owner is None:
@@ -156,7 +138,7 @@ class _Probed:
         replaced = copy.copy(self.owner)
         if hasattr(replaced, "__dict__"):  # the function must not modify the original object
             vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
-        counters = [(name, getattr(self.owner, name) + self.increment) for name in self.counters]
+        counters = [(name, getattr(self.owner, name) + increment) for name in self.counters]
         for name, t in (*zip(self.attributes, tensors, strict=True), *[(name, t.clone()) for name, t in counters]):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
             (vars(replaced) if group is None else vars(replaced)[group])[name] = t
@@ -217,18 +199,15 @@ class _Probed:
         key = (*entries, *self.describe_owner())
         plan = self.find(key, (MORE if offset else self.relation) * len(xs))
         plan = self.find(key, EQUAL * len(xs)) if plan is None and not offset else plan
-        recipe = None if plan is None else prepare(plan, xs, leaves, offset)
-        if recipe is not None and recipe.relations != recipe.plan.relations:
-            plan = self.find(key, recipe.relations)
+        for _ in range(2):  # the second time, with the plan for these sizes
             recipe = None if plan is None else prepare(plan, xs, leaves, offset)
-        return None if recipe is None or recipe.relations != recipe.plan.relations else recipe
-
-
-# --- the signature ------------------------------------------------------------------------------------------------
+            if recipe is None or recipe.relations == recipe.plan.relations:
+                return recipe
+            plan = self.find(key, recipe.relations)
+        return None
 
 
 def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
-    """Try roles for the parameters and kinds of arguments until the result is a rotation."""
     failure, num_answers = Unlike(-1, "has no tensor arguments that look like q, k and tables"), 0
     for probed, keys in _read_signatures(function, device):
         for key, relation in itertools.product(keys, (MORE, EQUAL) if probed.attributes else (EQUAL,)):
@@ -269,7 +248,6 @@ def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tupl
 
 
 def _first_keys(probed: _Probed, tables: set[int], rest: set[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield kinds of arguments to try. ``rest`` holds the other required parameters."""
     owner = probed.describe_owner()
     own_widths = {n * m for e in owner if e[0] == "attribute" for n in e[1][-2:] for m in (1, 2)}
     head_dims = sorted(n for n in own_widths if n % 2 == 0 and n > 2) if own_widths else [_HEAD_DIM]
@@ -287,7 +265,6 @@ def _first_keys(probed: _Probed, tables: set[int], rest: set[int]) -> Iterator[t
 
 
 def _table_forms(count: int) -> list[tuple[Any, ...]]:
-    """Return possible descriptions of ``count`` table arguments."""
     real, width = torch.float32, _HEAD_DIM
     if count != 1:
         return [(("table", n, real, w),) * count for n in (3, 2, 4) for w in (width, width // 2)] if count else [()]
@@ -310,9 +287,6 @@ def _other_values(name: str) -> list[Any]:
         return [0, ("integers", 1, torch.int64)]
     ids, coordinates = [("integers", n, torch.int64) for n in (2, 1)], ("integers", 3, torch.int64, 2)
     return [*ids, coordinates, ("tuple", *ids[:1] * 3)] if _PLACES.search(name) else [None]
-
-
-# --- the replacement ----------------------------------------------------------------------------------------------
 
 
 def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:

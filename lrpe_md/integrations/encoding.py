@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import explain_unknown
+from ..checks import check_one_of, explain_unknown
 from ..engine.core.call import Act
 from ..engine.encode.validate import check_act
 from ..engine.linear.call import Description, NormalizerName
@@ -49,7 +49,6 @@ class Activation(nn.Module):
         self.act, self.dim = act, dim
 
     def describe(self) -> Description:
-        """Return the arguments for :func:`lrpe_md.linear_attention`."""
         act: Any = self.act
         return Description(None, act=act, dim=self.dim)
 
@@ -66,16 +65,13 @@ class Activation(nn.Module):
         return f"act={self.act!r}"
 
 
-# Maps values of other arguments to the advice in the error if such a value is passed as the encoding.
+# Advice for values of other arguments that are passed as the encoding.
 REMEDIES = {
-    value: f"; pass an encoding such as 'rotate', and {name}={value!r} to {where}"
-    for value, name, where in (
-        ("linear", "attention", "adapt() or the model itself"),
-        ("keep", "absolute", "adapt()"),
-        ("drop", "absolute", "adapt()"),
-        ("learned", "absolute", "the model itself"),
-        ("sincos", "absolute", "the model itself"),
-    )
+    "linear": "attention='linear' to adapt() or the model itself",
+    "keep": "absolute='keep' to adapt()",
+    "drop": "absolute='drop' to adapt()",
+    "learned": "absolute='learned' to the model itself",
+    "sincos": "absolute='sincos' to the model itself",
 }
 
 
@@ -94,7 +90,7 @@ def build_encoding(
             - a name from :func:`lrpe_md.list_presets` or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, or one
               per layer if it learns;
             - the result of :func:`lrpe_md.preset` for this head_dim;
-            - a module, shared by all layers;
+            - a module, shared by all layers, called as ``module(q, k, positions=positions)`` with q and k (B, H, N, D);
             - a factory, called once per layer. If its signature contains any of ``head_dim``, ``num_heads`` and
               ``num_axes``, as for ``CosineMd`` and ``partial(CosineMd, learnable=True)``, it receives these. Otherwise,
               it receives ``(head_dim, num_heads)``;
@@ -121,7 +117,9 @@ def build_encoding(
             raise ValueError(f"encoding_kwargs: can't be used with a module as encoding, got {kwargs}{_advise(kwargs)}")
         return encoding
     kwargs = dict(kwargs)
-    sharing: Sharing | None = _one_of("sharing", kwargs.pop("sharing", None), ("model", "layer"))
+    sharing: Sharing | None = kwargs.pop("sharing", None)
+    if sharing is not None:
+        check_one_of("sharing", sharing, ("model", "layer"))
     if encoding in ("cosine", "rotate", "mixed"):
         make, usual = _of_series(encoding, kwargs, head_dim, num_heads, num_axes)
     elif isinstance(encoding, (Preset, Scheme)) or encoding in list_presets():
@@ -131,29 +129,27 @@ def build_encoding(
             "'cosine', 'rotate', 'mixed', 'none', a name from lrpe_md.list_presets() (including registered schemes), a "
             "Preset, a Scheme, an nn.Module, a factory (head_dim, num_heads) -> nn.Module, or None"
         )
-        remedy = REMEDIES.get(str(encoding), "")
-        known = () if remedy else (*RESERVED, *list_presets())
+        advice = REMEDIES.get(str(encoding))
+        known = () if advice else (*RESERVED, *list_presets())
+        remedy = f"; pass an encoding such as 'rotate', and {advice}" if advice else ""
         raise ValueError(explain_unknown("encoding", encoding, known, expected) + remedy)
     else:
         make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"
-    sharing = sharing or usual
-    layers = [make(i) for i in range(depth if sharing == "layer" else 1)]
+    by_layer = (sharing or usual) == "layer"
+    layers = [make(i) for i in range(depth if by_layer else 1)]
     if not all(isinstance(layer, nn.Module) for layer in layers):
         raise TypeError(f"encoding: expected a factory that returns an nn.Module, got a {type(layers[0]).__name__}")
-    return nn.ModuleList(layers) if sharing == "layer" else layers[0]
+    return nn.ModuleList(layers) if by_layer else layers[0]
 
 
 def build_for_layers(
     encoding: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, kinds: Sequence[str], num_axes: int,
     normalizer: NormalizerName,
 ) -> tuple[nn.Module | None, Act | None]:  # fmt: skip
-    """Call :func:`build_encoding` for a model whose layers have these kinds of attention.
+    """Call :func:`build_encoding`, and return the activation that linear layers use instead of the encoding's, or None.
 
-    Linear attention applies relu to q and k, unless ``kwargs`` or the user's module sets an activation. Softmax
-    attention applies none by default. If a model has both kinds, the encoding is built for softmax attention.
-
-    Returns:
-        the encoding, and the activation that linear layers use instead of the encoding's own, or None to keep it.
+    Linear attention applies relu to q and k, unless ``kwargs`` or the user's module sets an activation. If a model has
+    both kinds of attention, the encoding is built for softmax attention, which applies no activation by default.
     """
     kwargs, act = dict(kwargs), None
     by_name = encoding is None or isinstance(encoding, (str, Preset, Scheme))
@@ -163,47 +159,38 @@ def build_for_layers(
         else:
             kwargs["act"] = "relu"
     built = build_encoding(encoding, kwargs, head_dim, num_heads, len(kinds), num_axes)
-    if "linear" in kinds and act is None:
-        EncodingStack(built).check_linear(normalizer)
-    elif act is not None:
-        check_normalizer(normalizer, act)
+    for module in EncodingStack(built).distinct if "linear" in kinds else ():
+        check_normalizer(normalizer, act or getattr(module, "act", "none"))
     return built, act
 
 
 Maker: TypeAlias = Callable[[int], nn.Module]  # maps a layer's index to its module
+Made: TypeAlias = tuple[Maker, Sharing]
 
 
-def _of_series(
-    encoding: str, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
-) -> tuple[Maker, Sharing]:
+def _of_series(encoding: str, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int) -> Made:
     _check_options(kwargs, encoding_options(encoding), repr(encoding))
     if encoding == "mixed":
         kwargs = {"frequencies": "mixed", "learnable": True, **kwargs}
-    heads = _one_of("heads", kwargs.pop("heads", None), ("shared", "own"))
-    if heads is not None and "num_heads" in kwargs:
-        raise ValueError(f"heads: expected None with num_heads, got {heads!r}; pass only one of them")
+    heads, split, remainder, seed = (kwargs.pop(name, None) for name in ("heads", "split", "remainder", "seed"))
     by_head = kwargs.get("phase") or kwargs.get("frequencies") == "mixed" if heads is None else heads == "own"
-    own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
-    split = own.get("split")
+    if heads is not None:
+        check_one_of("heads", heads, ("shared", "own"))
+        if "num_heads" in kwargs:
+            raise ValueError(f"heads: expected None with num_heads, got {heads!r}; pass only one of them")
+    if by_head:
+        kwargs = {"num_heads": num_heads, **kwargs}
     if split is not None:
         check_split(split, num_axes)
-    if encoding != "mixed":
-        own = _shared_out(**own)
-    seed = own.pop("seed", 0)
-    make = partial(CosineMd if encoding == "cosine" else RotateMd, head_dim, num_axes, **own)
-    return lambda i: make(seed=seed + i), "layer" if encoding == "mixed" or kwargs.get("phase") else "model"
-
-
-def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = None, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments for a module whose axes have unequal shares of the channels."""
-    if split is None:
-        if remainder is not None:
-            raise ValueError(
-                f"remainder: expected None without split, got {remainder}; it is the axis that gets the rest of a split"
-            )
-        return kwargs
-    series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}
-    return {"frequencies": partial(_split_omega, Axial(tuple(split), remainder=remainder, **series)), **kwargs}
+        series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}
+        own = partial(_split_omega, Axial(tuple(split), remainder=remainder, **series))
+        kwargs = {"frequencies": own, **kwargs}
+    elif remainder is not None:
+        raise ValueError(
+            f"remainder: expected None without split, got {remainder}; it is the axis that gets the rest of a split"
+        )
+    make = partial(CosineMd if encoding == "cosine" else RotateMd, head_dim, num_axes, **kwargs)
+    return lambda i: make(seed=(seed or 0) + i), "layer" if encoding == "mixed" or kwargs.get("phase") else "model"
 
 
 def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
@@ -214,30 +201,30 @@ def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
 CHANGES = ("base", "split", "scaling", "rotary_dim", "seed")  # arguments of preset
 
 
-def _of_preset(
-    encoding: str | Scheme | Preset, kwargs: dict[str, Any], head_dim: int, num_heads: int
-) -> tuple[Maker, Sharing]:
+def _of_preset(encoding: str | Scheme | Preset, kwargs: dict[str, Any], head_dim: int, num_heads: int) -> Made:
     """Build a preset. All layers share it if nothing is learned, or if the scheme says so."""
     if "heads" in kwargs:
         raise ValueError(f"heads: expected None with a preset, got {kwargs['heads']!r}")
     _check_options(kwargs, encoding_options(encoding), "a preset")
     changes = {key: kwargs.pop(key) for key in CHANGES if key in kwargs}
     if isinstance(encoding, Preset):
-        return _of_made(encoding, kwargs, changes, head_dim, num_heads)
-    chosen = preset(encoding, head_dim, num_heads, **changes)
-    first, frequencies = PresetMd(chosen, **kwargs), chosen.scheme.frequencies
+        _check_made(encoding, changes, head_dim, num_heads)
+        made, by_seed = encoding, False  # all layers start with its frequencies
+    else:
+        made = preset(encoding, head_dim, num_heads, **changes)
+        by_seed = "seed" in made.scheme.frequencies.takes
+    first = PresetMd(made, **kwargs)
 
     def make(i: int) -> PresetMd:
-        seed = {"seed": changes.get("seed", 0) + i} if "seed" in frequencies.takes else {}
-        return PresetMd(preset(encoding, head_dim, num_heads, **{**changes, **seed}), **kwargs) if i else first
+        if not i:
+            return first
+        seed = {"seed": changes.get("seed", 0) + i}
+        return PresetMd(preset(encoding, head_dim, num_heads, **changes | seed) if by_seed else made, **kwargs)  # pyright: ignore[reportArgumentType]
 
-    return make, "model" if chosen.scheme.shared or not list(first.parameters()) else "layer"
+    return make, "model" if made.scheme.shared or not list(first.parameters()) else "layer"
 
 
-def _of_made(
-    made: Preset, kwargs: dict[str, Any], changes: dict[str, Any], head_dim: int, num_heads: int
-) -> tuple[Maker, Sharing]:
-    """Use a preset that is already built. All layers start with its frequencies."""
+def _check_made(made: Preset, changes: dict[str, Any], head_dim: int, num_heads: int) -> None:
     if changes:
         raise ValueError(
             f"encoding_kwargs: expected no {', '.join(CHANGES[:-1])} or {CHANGES[-1]} with a Preset, which is already "
@@ -249,15 +236,9 @@ def _of_made(
             f"encoding: expected a preset for head_dim={head_dim} and num_heads={num_heads} or 1, got {made}; pass the "
             "scheme or its name to build it for this model"
         )
-    first = PresetMd(made, **kwargs)
-    return lambda i: PresetMd(made, **kwargs) if i else first, (
-        "model" if made.scheme.shared or not list(first.parameters()) else "layer"
-    )
 
 
-def _of_factory(
-    factory: Callable[..., Any], kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
-) -> Maker:
+def _of_factory(factory: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int) -> Maker:
     """Call a factory with the names in its signature, because the order differs (num_axes is second in CosineMd)."""
     known = {"head_dim": head_dim, "num_heads": num_heads, "num_axes": num_axes}
     try:
@@ -275,8 +256,6 @@ def _of_factory(
     return lambda i: factory(**own)
 
 
-# --- names of options ------------------------------------------------------------------------------------------------
-
 MODEL_OPTIONS = (
     "absolute", "attention", "copy_v", "keep_encoded", "memory", "modules", "normalizer", "num_axes", "positions",
 )  # fmt: skip
@@ -289,10 +268,10 @@ def encoding_options(encoding: Any) -> set[str]:
         return {"act", "dim"}
     by_name = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}
     module = by_name.get(encoding, PresetMd) if isinstance(encoding, str) else PresetMd
-    own = inspect.signature(module).parameters.keys() - {"preset", "head_dim", "num_axes"}
+    own = {*inspect.signature(module).parameters, "sharing"} - {"preset", "head_dim", "num_axes"}
     if module is PresetMd:
-        return {*own, *CHANGES, "sharing"} - {"num_heads"}
-    return {*own, "heads", "sharing", *(() if encoding == "mixed" else ("split", "remainder"))}
+        return {*own, *CHANGES} - {"num_heads"}
+    return {*own, "heads", *(() if encoding == "mixed" else ("split", "remainder"))}
 
 
 def _check_options(kwargs: dict[str, Any], known: set[str], name: str) -> None:
@@ -302,7 +281,6 @@ def _check_options(kwargs: dict[str, Any], known: set[str], name: str) -> None:
 
 
 def _advise(kwargs: dict[str, Any]) -> str:
-    """Return advice to append to an error if the encoding's options include options of the model."""
     names = [name for name in MODEL_OPTIONS if name in kwargs]
     if not names:
         return ""
@@ -334,20 +312,10 @@ def explain_misplaced_options(function: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
-    if value is not None and value not in known:
-        raise ValueError(f"{name}: expected one of {known}, got {value!r}")
-    return value
-
-
-# --- use in a backbone -----------------------------------------------------------------------------------------------
-
-
 class EncodingStack:
     """View of a backbone's encoding, which may be shared by all layers, one per layer, or None.
 
-    ``EncodingStack(model.encoding)[i]`` is the encoding of layer i. The backbone itself registers the module or
-    ModuleList, so its parameters have a single name everywhere: in the state_dict, optimizers and FSDP.
+    The backbone itself registers the module or ModuleList, so that parameters have a single name everywhere.
     """
 
     def __init__(self, encoding: nn.Module | Sequence[nn.Module] | None) -> None:
@@ -359,21 +327,15 @@ class EncodingStack:
 
     @property
     def distinct(self) -> list[nn.Module | None]:
-        """Encodings without duplicates."""
         return list(self.encoding) if self.by_layer else [self.encoding]
 
     @property
     def preset(self) -> Preset | None:
-        """The preset that the encoding was built from, if any."""
-        first = self.distinct[0] if self.distinct else None
+        first = next(iter(self.distinct), None)
         return first.preset if isinstance(first, PresetMd) else None
 
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
-        """Check that a preset can place images (2 axes) or videos (3 axes) in row-major order.
-
-        ``preset_axes`` is the exact number of axes that is required. If it is None, presets for videos also accept
-        images, which are videos of one frame.
-        """
+        """Check that a preset places images (2 axes) or videos (3 axes) in row-major order, and its number of axes."""
         made = self.preset
         if made is None:
             return
@@ -420,11 +382,6 @@ class EncodingStack:
         if idle:
             warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=4)
 
-    def check_linear(self, normalizer: NormalizerName) -> None:
-        """Check that linear attention with this normalizer supports the activations."""
-        for module in self.distinct:
-            check_normalizer(normalizer, getattr(module, "act", "none"))
-
     def lay_out(
         self,
         size: Sequence[int],
@@ -434,18 +391,14 @@ class EncodingStack:
         reference: Sequence[int | None] | None = None,
         device: torch.device | str = "cpu",
     ) -> Grid | Coordinates:
-        """Return positions of tokens outside the grid, followed by a grid of this size.
-
-        A preset defines its own placement. Other encodings use one unit per token.
+        """Return positions of tokens outside the grid, followed by a grid of this size, with one unit per token.
 
         Args:
-            before: number of tokens before the grid, or tokens with a rule. A preset places a number of tokens by its
-                own rule. Other encodings don't rotate these tokens.
+            before: number of tokens before the grid, which are not rotated, or tokens with a rule. A preset places a
+                number of tokens by its own rule.
             after: axes on which the grid continues after the tokens. With None, the grid starts at the origin. A preset
                 defines its own axes.
-            reference: for each axis of ``size``, the size to interpolate positions to, or None. The default is the
-                preset's.
-            device: device of the result if it is a table.
+            reference: for each axis of ``size``, the size to interpolate positions to, or None for the preset's.
         """
         size, made = tuple(size), self.preset
         if made is not None:
@@ -463,16 +416,13 @@ class EncodingStack:
         own = {module for layer in self.distinct if layer is not None for module in layer.modules()}
         names = set()
         for path, module in backbone.named_modules():
-            if isinstance(module, (FrequencyModule, HeadDecay)) or (
-                module in own and hasattr(module, "no_weight_decay")
-            ):
-                excluded: Any = module.no_weight_decay
-                names |= {f"{path}.{name}" for name in excluded()}
+            if isinstance(module, (FrequencyModule, HeadDecay)) or module in own:
+                names |= {f"{path}.{name}" for name in getattr(module, "no_weight_decay", set)()}
         return names
 
     def locate(self, positions: Any) -> Any:
         """Apply :meth:`FrequencyModule.set_places` to a grid. Call this once per forward pass, not in every layer."""
-        first = self.distinct[0] if self.distinct else None
+        first = next(iter(self.distinct), None)
         if not isinstance(first, FrequencyModule) or not first.moved:
             return positions
         if not isinstance(positions, Grid):

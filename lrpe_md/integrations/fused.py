@@ -30,10 +30,7 @@ Method = Callable[..., Any]
 
 @functools.cache
 def fuse(method: FunctionType, plain: Method, exchange: Exchange, impl: Impl) -> tuple[Method, dict[str, Any]]:
-    """Return a method with fused launches, and the attributes that its class needs. See :func:`.copies.derive_class`.
-
-    For unknown methods, return ``plain``, a copy in which ``exchange`` has replaced the rotation.
-    """
+    """Return a method with fused launches, or ``plain`` if it is unknown, and the attributes that its class needs."""
     inner = inspect.unwrap(method)
     known = _KNOWN.get(f"{inner.__module__}.{inner.__qualname__}")
     if known is None:
@@ -60,8 +57,6 @@ def _return_unchanged(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Normed(NamedTuple):
-    """Replacement for cos that also contains the norms of q and k."""
-
     cos: Tensor
     norm: Norm
 
@@ -105,19 +100,10 @@ def _norm_and_rotate(tables: Any, norm: Norm, heads: int, impl: Impl, x: Tensor)
 
 
 class _Processor(NamedTuple):
-    """Description of a diffusers processor.
-
-    Args:
-        ndim: number of dimensions of its cos and sin: (N, D), (B, N, H D) or (B, N, 1, D).
-        text: "with norms" if text has separate norms, "joined" if unrotated text is joined to the video, or "none".
-        over_heads: whether each norm is over all heads.
-        on_cpu: whether to fuse on a CPU too, which adds Python calls but saves no time there.
-    """
-
-    ndim: int
-    text: str = "none"
-    over_heads: bool = False
-    on_cpu: bool = True
+    ndim: int  # of its cos and sin: (N, D), (B, N, H D) or (B, N, 1, D)
+    text: str = "none"  # "with norms" if text has separate norms, "joined" if unrotated text is joined to the video
+    over_heads: bool = False  # whether each norm is over all heads
+    on_cpu: bool = True  # whether to fuse on a CPU too, which adds Python calls but saves no time there
 
     def group(self, attn: Any, text: Tensor | None, tables: Any) -> dict[tuple[str, str], Any]:
         """Return the cos and sin of each pair of norms by the norms' names. Return {} if they can't be fused."""
@@ -137,8 +123,6 @@ class _Processor(NamedTuple):
 
 
 def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
-    """Fuse the norms of a processor with its rotation."""
-
     def call(
         plain: Method, copied: Method, processor: Any, attn: Any, hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None, attention_mask: Any = None, image_rotary_emb: Any = None, *,

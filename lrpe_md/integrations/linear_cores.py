@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,15 +31,10 @@ _LEAST_DECAY = torch.finfo(torch.float32).tiny  # replaces decays that underflow
 
 
 class Core(NamedTuple):
-    """Our implementation of a function, and random arguments to compare the two.
+    """Our implementation of a function, and random arguments to compare the two."""
 
-    ``run`` takes ``impl`` and the function's arguments by name, and returns None for unsupported arguments. ``draw``
-    takes the number of the comparison and a function that draws a leaf. It returns the leaves that need a gradient, and
-    the arguments.
-    """
-
-    run: Callable[..., Any]
-    draw: Callable[[int, Callable[..., Tensor]], tuple[list[Tensor], list[Any]]]
+    run: Callable[..., Any]  # (impl, the function's arguments by name) -> a result, or None if these are unsupported
+    draw: Callable[[int, Callable[..., Tensor]], tuple[list[Tensor], list[Any]]]  # leaves with a gradient, arguments
 
 
 _lookups: dict[FunctionType, list[Any]] = {}  # globals that each function used when it was compared
@@ -47,8 +42,8 @@ _lookups: dict[FunctionType, list[Any]] = {}  # globals that each function used 
 
 @functools.cache
 def find_core(function: FunctionType) -> Core | None:
-    """Return our implementation of another library's function. Return None if there is none, or if the two differ."""
-    core = _CORES.get(_parameters(function))
+    """Return our implementation of another library's function, or None if there is none or the two differ."""
+    core = _CORES.get(" ".join(_parameters(function)))
     if core is None:
         return None
     _lookups[function] = _look_up(function)
@@ -67,12 +62,10 @@ def _look_up(function: FunctionType) -> list[Any]:
 
 @torch.compiler.assume_constant_result
 def _is_unchanged(function: FunctionType) -> bool:
-    """Return whether a function still uses the same globals as when it was compared."""
     return all(map(operator.is_, _lookups[function], _look_up(function)))
 
 
 def _agrees(function: FunctionType, core: Core) -> bool:
-    """Return whether the results and gradients of a function match ours."""
     try:
         for case in range(2):
             found, right = (_differentiate(call, core, case) for call in (_by_name(core, function, "auto"), function))
@@ -85,7 +78,6 @@ def _agrees(function: FunctionType, core: Core) -> bool:
 
 
 def _differentiate(call: Callable[..., Any], core: Core, case: int) -> list[Tensor]:
-    """Return a result and its gradients. The same case always has the same arguments."""
     generator = torch.Generator().manual_seed(case)
     with torch.enable_grad():
         leaves, args = core.draw(case, lambda *size: torch.rand(size, generator=generator).requires_grad_())
@@ -99,8 +91,7 @@ def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) 
 
     It calls ``plain`` if the arguments are not supported, or if the globals of the function have changed.
     """
-    core: Any = find_core(function)
-    ours = _by_name(core, function, impl)
+    ours = _by_name(cast(Core, find_core(function)), function, impl)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +102,6 @@ def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) 
 
 
 def _by_name(core: Core, function: FunctionType, impl: Impl) -> Callable[..., Any]:
-    """Return our implementation with the parameters of the function that it replaces."""
     names, run = _parameters(function), core.run
     return lambda *args, **kwargs: run(impl=impl, **dict(zip(names, args, strict=False)), **kwargs)
 
@@ -170,10 +160,9 @@ def _run_frames(
     *, impl: Impl, self: Any, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, recall_gate: Any,
     num_frames: int, rotary_emb: Tensor | None = None, **masks: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Compute attention in both directions over F frames of S tokens.
+    """Compute attention over F frames of S tokens, with q, k, v (B, N, H, D), beta (B, H, F, S) and decay (B, H, F).
 
-    q, k and v are (B, N, H, D), beta is (B, H, F, S) and decay (B, H, F). The original scales keys by s = (D S)^-½.
-    Here beta is scaled by s² and eps by s instead, which multiplies both numerator and denominator by s.
+    The original scales keys by s = (D S)^-½. Instead, we scale beta by s² and eps by s.
     """
     q, k, v = (x.transpose(1, 2) for x in _widen(query, key, value))
     size, is_masked = query.shape[1] // num_frames, any(mask is not None for mask in masks.values())
@@ -208,14 +197,9 @@ def _draw_columns(case: int, rand: Callable[..., Tensor]) -> tuple[list[Tensor],
     return [x, angles], [x.permute(0, 2, 3, 1), torch.polar(1 + angles, 3 * angles)]
 
 
-_FRAMES = (
-    "self", "query", "key", "value", "beta", "decay", "recall_gate", "num_frames", "rotary_emb", "token_valid_mask",
-    "beta_valid_mask", "decay_valid_mask",
-)  # fmt: skip
 _CORES = {  # keys are the parameter names of a function
-    ("self", "attn", "hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb"): Core(
-        _run_processor, _draw_processor
-    ),
-    _FRAMES: Core(_run_frames, _draw_frames),
-    ("hidden_states", "freqs"): Core(_rotate_columns, _draw_columns),
+    "self attn hidden_states encoder_hidden_states attention_mask rotary_emb": Core(_run_processor, _draw_processor),
+    "self query key value beta decay recall_gate num_frames rotary_emb token_valid_mask beta_valid_mask "
+    "decay_valid_mask": Core(_run_frames, _draw_frames),
+    "hidden_states freqs": Core(_rotate_columns, _draw_columns),
 }

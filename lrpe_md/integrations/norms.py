@@ -24,21 +24,12 @@ _KNOWN: dict[str, NormName] = {
 
 
 def norm_of(
-    q_norm: Any,
-    k_norm: Any,
-    dtype: torch.dtype,
-    heads: tuple[int, int] | None = None,
-    device: torch.device | None = None,
+    q_norm: Any, k_norm: Any, dtype: torch.dtype, heads: Any = None, device: torch.device | None = None
 ) -> Norm | None:
-    """Return the norms of q and k as one Norm, or None if they must be called as modules.
+    """Return the norms of q and k (of this dtype and device) as one Norm, or None if they must be called as modules.
 
-    The parameters remain in the modules. At call time, the norms must belong to a known class, without hooks, without
-    an instance-level forward, and with weights on q's device.
-
-    Args:
-        dtype: dtype of q and k.
-        heads: numbers of heads of q and of k if the norms are over all heads.
-        device: device of q and k. None means the device of the weights.
+    At call time, the norms must belong to a known class, without hooks, without an instance-level forward, and with
+    weights on q's device. ``heads`` are the numbers of heads of q and of k if the norms are over all heads.
     """
     q, k = _read_norm(q_norm, dtype), _read_norm(k_norm, dtype)
     if q is None or k is None or (q.kind, q.eps) != (k.kind, k.eps):
@@ -68,7 +59,6 @@ def is_plain_module(norm: nn.Module) -> bool:
 
 
 def _read_norm(norm: Any, dtype: torch.dtype) -> Norm | None:
-    """Read the norm of one module, or return None if the module is unknown or not plain."""
     kind = _kind(type(norm).forward) if isinstance(norm, nn.Module) and is_plain_module(norm) else None
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if kind is None or (kind == "rms" and bias is not None):

@@ -35,86 +35,49 @@ class Follow(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Channels of cos or sin that one view of a leaf contains. A leaf is a tensor among the other arguments.
-
-    Attributes:
-        follows: dimensions of the leaf that follow an axis of x, or positions.
-        gathers: whether any dimension follows positions.
-        index, order: index and permutation that view the channels as (N, W), (B, N, W) or (B or 1, H, N, W), after rows
-            are gathered. See :func:`arrange`.
-    """
+    """Channels of cos or sin that one view of a leaf contains. A leaf is a tensor among the other arguments."""
 
     leaf: int
-    follows: tuple[tuple[int, Follow], ...]
-    gathers: bool
-    index: Any
+    follows: tuple[tuple[int, Follow], ...]  # dimensions of the leaf that follow an axis of x, or positions
+    index: Any  # with order, views the channels as (N, W), (B, N, W) or (B or 1, H, N, W), after rows are gathered
     order: tuple[int, ...] | None
     negated: bool
 
 
 class Turn(NamedTuple):
-    """Rotation of one tensor by the tables.
+    """Rotation of one tensor by the tables. For ``pairs``, ``rotary_dim`` and ``inverse``, see :func:`rotate`."""
 
-    Attributes:
-        cos, sin: runs in channel order, and whether two runs alternate from channel to channel.
-        rows: where the first token's row is: "start", "end" (rows and tokens end together), or "offset" (an argument).
-        heads: width of a head if x has all heads in its last dimension, or else 0.
-        axes: axes of x for batch, heads and tokens. Tables vary along the last one. Negative numbers are new axes.
-        index, order: index and permutation that view x as (B, H, N, D).
-        back_order, back_index: inverses of order and index.
-        shuffle: shape for regrouping the channels ``span`` before the rotation, as unflatten(-1, shuffle).mT. With
-            None, the channels keep their order.
-        pairs, rotary_dim, inverse: see :func:`rotate`.
-    """
-
-    cos: tuple[tuple[Run, ...], bool]
+    cos: tuple[tuple[Run, ...], bool]  # runs in channel order, and whether two runs alternate from channel to channel
     sin: tuple[tuple[Run, ...], bool]
     angles: bool
-    rows: str
-    heads: int
-    axes: tuple[int, ...]
-    index: Any
+    rows: str  # of the first token: "start", "end" (rows and tokens end together), or "offset" (an argument)
+    heads: int  # width of a head if x has all heads in its last dimension, or else 0
+    axes: tuple[int, ...]  # of x for batch, heads and tokens, along which tables vary; negative numbers are new axes
+    index: Any  # with order, views x as (B, H, N, D)
     order: tuple[int, ...] | None
     back_order: tuple[int, ...] | None
     back_index: Any
     span: tuple[int, int]
-    shuffle: tuple[int, int] | None
+    shuffle: tuple[int, int] | None  # shape for regrouping the channels of the span before the rotation
     pairs: Any
     rotary_dim: Any
     inverse: bool
 
 
 class RotationPlan(NamedTuple):
-    """Effect of the function on arguments of one kind (see :func:`describe`).
-
-    Attributes:
-        relations: one character for each x: EQUAL, MORE or FEWER.
-        like_next: whether each turn equals the next one. This is stored, because some versions of Dynamo can't compare
-            slices.
-        form: type of the output, "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
-        broadcast_axes: axes of x along which a table may have a single row for all tokens.
-        same_lengths: whether all x with the same relation must have equally many tokens, because the rows that rotate
-            one x depend on the length of another.
-        required_sizes: dimensions that must have a specific size, as (leaf, dimension, axis of x with this size). A
-            negative third number is minus the size.
-        grids: used instead of turns: the leaves that hold sizes (B, 3) and a complex table (L, D/2). See
-            :func:`_run_on_grids`.
-    """
+    """Effect of the function on arguments of one kind (see :func:`describe`)."""
 
     turns: tuple[Turn, ...]
-    like_next: tuple[bool, ...]
-    relations: str
-    form: tuple[str, tuple[bool, ...]]
+    like_next: tuple[bool, ...]  # whether each turn equals the next; some versions of Dynamo can't compare slices
+    relations: str  # one character for each x
+    form: tuple[str, tuple[bool, ...]]  # "tensor", "tuple" or "list", and whether each output is a tensor or None
     dtypes: tuple[torch.dtype, ...]
-    broadcast_axes: tuple[int, ...] = ()
-    same_lengths: bool = False
-    required_sizes: tuple[tuple[int, int, int], ...] = ()
+    broadcast_axes: tuple[int, ...] = ()  # axes of x along which a table may have a single row for all tokens
+    same_lengths: bool = False  # whether all x with the same relation must have equally many tokens
+    required_sizes: tuple[tuple[int, int, int], ...] = ()  # (leaf, dimension, axis of x with this size, or minus it)
     detach_tables: bool = False
     ignores_autocast: bool = True
-    grids: tuple[int, int] | None = None
-
-
-# --- what kind of arguments -------------------------------------------------------------------------------------
+    grids: tuple[int, int] | None = None  # instead of turns: leaves for sizes (B, 3) and a complex table (L, D/2)
 
 
 def describe(value: Any, is_data: bool) -> Any:
@@ -136,40 +99,24 @@ def describe(value: Any, is_data: bool) -> Any:
     return value if value is None or isinstance(value, (str, torch.dtype)) else ("unknown",)
 
 
-# --- a call by a plan ---------------------------------------------------------------------------------------------
-
-
 class _Side(NamedTuple):
-    """Sizes of one x, as (B, H, N), and of its tables.
-
-    Attributes:
-        kept: first row and number of rows to use if the tables have more rows than x has tokens.
-        tokens: number of tokens if the tables have a single row for all tokens, or else 0.
-    """
+    """Sizes of one x, as (B, H, N), and of its tables."""
 
     sizes: tuple[int, ...]
-    kept: tuple[int, int] | None
-    tokens: int
+    kept: tuple[int, int] | None  # first row and number of rows to use if the tables have more rows than x has tokens
+    tokens: int  # number of tokens if the tables have a single row for all tokens, or else 0
     prefix: int
 
 
 class PreparedCall(NamedTuple):
-    """Plan for tensors of known sizes. ``launches`` holds the number of tensors in each launch.
-
-    If ``relations`` (at these sizes) differ from the plan's, these sizes need another plan.
-    """
-
     plan: RotationPlan
-    relations: str
+    relations: str  # at these sizes; if they differ from the plan's, these sizes need another plan
     sides: tuple[_Side, ...] = ()
-    launches: tuple[int, ...] = ()
+    launches: tuple[int, ...] = ()  # number of tensors in each launch
 
 
 def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) -> tuple[Any, tuple[int, ...] | None]:
-    """Return an index and a permutation that arrange labelled dimensions like the target. Either is None if not needed.
-
-    Dimensions of the target that are not in ``labels`` are added.
-    """
+    """Return an index and a permutation (or None) that arrange labelled dimensions like the target."""
     new = [label for label in target if label not in labels]
     items, order = [*[None] * len(new), *index], tuple([*new, *labels].index(label) for label in target)
     if [label for label in target if label in labels] == list(labels):  # the index alone can add new ones in place
@@ -179,7 +126,7 @@ def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) 
                 items.append(rest.pop(0))
             items.append(rest.pop(0) if label in labels else None)
         items += rest
-    while items and isinstance(items[-1], slice) and items[-1] == slice(None):
+    while items and items[-1] == slice(None):
         items.pop()
     return tuple(items) or None, order
 
@@ -300,12 +247,11 @@ def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] 
         t = leaves[run.leaf]
         if t.is_complex():
             t = torch.view_as_real(t.resolve_conj())
-        if run.gathers or kept is not None:
-            for dim, at in reversed(run.follows):
-                if at.positions is not None:
-                    t = t[(*[slice(None)] * dim, leaves[at.positions])]
-                elif kept is not None and at.axes[0] == token:
-                    t = t.narrow(dim, *kept)
+        for dim, at in run.follows[::-1]:
+            if at.positions is not None:
+                t = t[(*[slice(None)] * dim, leaves[at.positions])]
+            elif kept is not None and at.axes[0] == token:
+                t = t.narrow(dim, *kept)
         if run.index is not None:
             t = t[run.index]
         if run.order is not None:

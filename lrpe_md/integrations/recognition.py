@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,9 +79,8 @@ def recognise(
     Args:
         function: function that takes x (1, H, N, D), or q and k, and returns them rotated. It must compute the
             positions itself.
-        head_dim: number of channels per head, D.
+        head_dim, num_heads: D and H. ``num_heads`` must be above 1 if frequencies differ between heads.
         shape: grid of the tokens, slowest axis first: (H, W), (T, H, W), or N for a sequence.
-        num_heads: number of heads, H. It must be above 1 if frequencies differ between heads.
         prefix: number of unrotated tokens before the grid.
         device: device on which to call the function.
 
@@ -101,16 +101,12 @@ def recognise(
     try:
         return quietly(lambda: _recognise(function, grid, sizes, str(device)))
     except Unlike as e:
-        name = getattr(function, "__qualname__", type(function).__name__)
         reason = str(e)
-    try:
+    with suppress(Unlike):  # the layout is not the reason
         quietly(lambda: _recognise(_swap_heads_and_tokens(function), grid, sizes, str(device)))
-        reason = (
-            "expects x of shape (1, N, H, D); wrap it in a function that transposes x and its result with "
-            ".transpose(1, 2)"
-        )
-    except Unlike:
-        pass  # the layout is not the reason
+        wrapper = "wrap it in a function that transposes x and its result with .transpose(1, 2)"
+        reason = f"expects x of shape (1, N, H, D); {wrapper}"
+    name = getattr(function, "__qualname__", type(function).__name__)
     raise TypeError(f"function: expected a rotation of x (1, H, N, D) by positions, got {name}, which {reason}")
 
 
@@ -130,8 +126,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
         parameters = inspect.signature(get_forward(function)).parameters.values()
     except (TypeError, ValueError) as e:  # a built-in function
         raise TypeError(f"function: expected a Python function or a module, got {function!r}: {e}") from e
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    count = max(1, sum(p.default is p.empty and p.kind in positional for p in parameters))
+    count = max(1, sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in parameters))
     if count > 2:
         raise Unlike(0, f"takes {count} arguments; wrap it in a function that takes only x, or only q and k")
     key = (("data", 4, torch.float64, sizes[-1]),) * count
@@ -230,7 +225,6 @@ def _measure(angles: Tensor, dim: int) -> Tensor:
 
 
 def _find_shift(omega: Tensor, phase: Tensor) -> tuple[float, ...] | None:
-    """Return the position of the first token on each axis if this explains the phase."""
     flat, angles = omega.flatten(0, 1), phase.flatten()
     for slow in (flat.norm(dim=-1).argsort()[:n] for n in (2 * flat.shape[-1], len(flat))):
         shift = torch.linalg.lstsq(flat[slow], angles[slow, None], driver="gelsd").solution[:, 0]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from ..checks import check_one_of
 from ..engine.core.call import Impl
 from ..engine.core.operator import IMPLS
 from . import copies
@@ -24,7 +25,7 @@ from .fused import fuse
 from .linear_cores import find_core, replace_core
 from .table_modules import Changes, attach, detach
 
-__all__ = ["adapt_rotary", "exchanged_names", "is_pipeline", "models_of", "parts", "restore_rotary"]
+__all__ = ["adapt_rotary", "exchanged_names", "models_of", "parts", "restore_rotary"]
 
 Model = TypeVar("Model")
 _ENTRIES = ("__call__", "forward")
@@ -34,15 +35,8 @@ _SWITCH = re.compile(r"(use_)?(rope|rotary)(_(emb|pos)\w*)?")  # settings that t
 _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "tensor", "t", "hidden_states"}
 
 
-# --- which functions are replaced ----------------------------------------------------------------------------------
-
-
 class DropIns(NamedTuple):
-    """Map from rotary functions to our replacements. A function always gets the same replacement.
-
-    Args:
-        impl: see :func:`lrpe_md.rotate`.
-    """
+    """Map from rotary functions to our replacements. A function always gets the same replacement."""
 
     impl: Impl
 
@@ -54,10 +48,7 @@ class DropIns(NamedTuple):
         return None if isinstance(found, str) else found
 
     def refine(self, method: FunctionType, copied: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the method of a known class with more operations fused, and the attributes that this method needs.
-
-        ``copied`` is the method with replaced functions, or None if no function was replaced.
-        """
+        """Return the method of a known class with more operations fused, and the attributes that this method needs."""
         if find_core(method) is not None:
             return replace_core(method, copied or method, self.impl), {}
         return (None, {}) if copied is None else fuse(method, copied, self, self.impl)
@@ -84,7 +75,7 @@ def _drop_in(function: Any, impl: Impl) -> Any:
 
 
 def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
-    """Return the names of functions that look like rotations but are not, with descriptions of what they do instead."""
+    """Describe functions that look like rotations but do something else."""
     refused: dict[str, str] = {}
     for function in filter(_is_candidate, functions):
         inner, reason = _unwrap(function), _drop_in(function, impl)
@@ -109,24 +100,15 @@ class Exchanged:
         return Exchanged, (self.original, self.exchange)
 
 
-# --- parts of a model ----------------------------------------------------------------------------------------------
-
-
-def is_pipeline(model: Any) -> bool:
-    """Return whether this is a diffusers pipeline."""
-    return any(base.__name__ == "DiffusionPipeline" for base in type(model).__mro__)
-
-
 def models_of(model: Any) -> dict[str, nn.Module]:
     """Return a model, or a pipeline's models by name, excluding text encoders, which come from transformers."""
-    if not is_pipeline(model):
+    if isinstance(model, nn.Module):
         return {"": model}
-    return {
-        name: part
-        for name, part in model.components.items()
-        if isinstance(part, nn.Module)
-        and all(base.__module__.partition(".")[0] != "transformers" for base in type(part).__mro__)
-    }
+    if all(base.__name__ != "DiffusionPipeline" for base in type(model).__mro__):
+        raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
+    modules = {name: part for name, part in model.components.items() if isinstance(part, nn.Module)}
+    texts = {n for n, m in modules.items() if any(c.__module__.startswith("transformers.") for c in type(m).__mro__)}
+    return {name: part for name, part in modules.items() if name not in texts}
 
 
 def parts(model: Any) -> dict[str, Any]:
@@ -152,23 +134,18 @@ def parts(model: Any) -> dict[str, Any]:
 
 
 def exchanged_names(part: Any) -> list[str]:
-    """Return the names of the functions that are replaced in an object."""
-    cls, saved = type(part), vars(part).get(_SAVED, {})
-    return sorted({*saved, *(copies.replaced_names(cls) if copies.is_adapted(cls) else ())})
-
-
-# --- a whole model -------------------------------------------------------------------------------------------------
+    replaced = copies.replaced_names(type(part)) if copies.is_adapted(type(part)) else ()
+    return sorted({*vars(part).get(_SAVED, {}), *replaced})
 
 
 def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
     """Rotate q and k in an existing model, or in a pipeline's denoisers, with :func:`lrpe_md.rotate`.
 
-    This changes the model in place, and returns it. If modules and attention processors call a function by name to
-    rotate q and k, this function is replaced with an equivalent one (:func:`drop_in`). Other models of the same classes
-    don't change. Parameters, their names, hooks, optimizers and the state_dict stay the same. The model still computes
-    its own cos and sin. So hooks on its rotary module, and frequencies that are learned, scaled or replaced, work as
-    before, even if you set them later. In SANA-Video and SANA-WM, :func:`lrpe_md.linear_attention` replaces the whole
-    linear attention.
+    This changes the model in place, and returns it. Functions that modules and attention processors call by name to
+    rotate q and k are replaced with equivalent ones (:func:`drop_in`). Other models of the same classes don't change.
+    Parameters, their names, hooks, optimizers and the state_dict stay the same. The model still computes its own cos
+    and sin. So hooks on its rotary module, and frequencies that are learned, scaled or replaced, work as before, even
+    if you set them later. In SANA-Video and SANA-WM, :func:`lrpe_md.linear_attention` replaces the whole attention.
 
     Args:
         model: an ``nn.Module``, or a diffusers pipeline. A pipeline's text encoders stay unchanged.
@@ -183,16 +160,30 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         TypeError: if this is not a model, or no function can be replaced. The message says why.
         ValueError: if a part was sharded (``fully_shard``) after it was adapted. The model is then unchanged.
     """
-    if not isinstance(model, nn.Module) and not is_pipeline(model):
-        raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
-    if impl not in IMPLS:
-        raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
-    found = parts(model)
-    changes = _restore(found)
+    found, copier = parts(model), copies.Copier(DropIns(impl))
+    check_one_of("impl", impl, IMPLS)
+    undone = _restore(found)
     try:
-        refused = _adapt_parts(model, found, impl, verbose)
+        changes = _plan(found, DropIns(impl), copier)
+        refused = _find_refused(copier.seen, impl)
+        if not changes:
+            reasons = "; ".join(f"rejected {name}, which {reason}" for name, reason in refused.items())
+            raise TypeError(
+                "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding, "
+                "use lrpe_md.adapt for timm's ViT, or lrpe_md.adapt_attention for other models), got "
+                f"{type(model).__module__}.{type(model).__qualname__}; {reasons or 'found no such function'}"
+            )
+        for path, (cls, attributes) in changes.items():
+            part = found[path]
+            if attributes:
+                vars(part)[_SAVED] = {name: vars(part)[name] for name in attributes}
+                vars(part).update(attributes)
+            if cls is not type(part):
+                part.__class__ = cls
+            if verbose:
+                print(f"adapted: {path or 'model'} ({cls.__name__}): {', '.join(exchanged_names(part))}")
     finally:
-        for path, values in changes.items():
+        for path, values in undone.items():
             attach(path, found[path], values)
     if verbose:
         for name, reason in refused.items():
@@ -202,35 +193,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     return model
 
 
-def _adapt_parts(model: Any, found: dict[str, Any], impl: Impl, verbose: bool) -> dict[str, str]:
-    """Replace the rotary functions of a model's parts. Return the functions that can't be replaced, and why."""
-    copier = copies.Copier(DropIns(impl))
-    changes = _plan(found, DropIns(impl), copier)
-    refused = _find_refused(copier.seen, impl)
-    if not changes:
-        reasons = "; ".join(f"rejected {name}, which {reason}" for name, reason in refused.items())
-        raise TypeError(
-            "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding, "
-            "use lrpe_md.adapt for timm's ViT, or lrpe_md.adapt_attention for other models), got "
-            f"{type(model).__module__}.{type(model).__qualname__}; {reasons or 'found no such function'}"
-        )
-    for path, (cls, attributes) in changes.items():
-        part = found[path]
-        if attributes:
-            vars(part)[_SAVED] = {name: vars(part)[name] for name in attributes}
-            vars(part).update(attributes)
-        if cls is not type(part):
-            part.__class__ = cls
-        if verbose:
-            print(f"adapted: {path or 'model'} ({cls.__name__}): {', '.join(exchanged_names(part))}")
-    return refused
-
-
 def find_rotary(model: nn.Module) -> list[str]:
-    """Return the names of modules and processors that call a rotary function or are adapted. Return [] if RoPE is off.
-
-    RoPE is off if all settings with rotary names in the model and its configuration are None or False.
-    """
+    """Return the names of modules and processors that call a rotary function or are adapted, or [] if RoPE is off."""
     settings = {**getattr(getattr(model, "config", None), "__dict__", {}), **vars(model), **model._modules}
     switches = [value for name, value in settings.items() if _SWITCH.fullmatch(name)]
     if switches and all(value is None or value is False for value in switches):
@@ -242,28 +206,26 @@ def find_rotary(model: nn.Module) -> list[str]:
 
 def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
     """For each object to change, by path, return the new class and the instance attributes to replace."""
-    kinds = {type(part) for part in found.values() if not type(part).__module__.startswith("torch.")}
+    kinds = dict.fromkeys(type(part) for part in found.values() if not type(part).__module__.startswith("torch."))
     methods = [method for cls in kinds for method in copies.find_methods(cls, _ENTRIES).values()]
     # methods that other methods call, such as ``self.rope.rotate``
     called = {path[1] for method in methods for path in copies.read_own(method) if len(path) > 1}
     entries = [*_ENTRIES, *sorted(called - {*_ENTRIES})]
     classes: dict[type, Any] = {}
+    for cls in kinds:
+        own = tuple(name for name in entries if isinstance(copies.find_method(cls, name), FunctionType))
+        classes[cls] = copies.adapt_class(cls, copies.Recipe(drop_ins, own), copier)
     changes: dict[str, tuple[type, dict[str, Any]]] = {}
     for path, part in found.items():
         cls = type(part)
-        if cls not in kinds:
-            continue
-        if cls not in classes:
-            own = tuple(name for name in entries if isinstance(copies.find_method(cls, name), FunctionType))
-            classes[cls] = copies.adapt_class(cls, copies.Recipe(drop_ins, own), copier)
         attributes: dict[str, Any] = {}
-        for name, value in vars(part).items():
+        for name, value in vars(part).items() if cls in kinds else ():
             if isinstance(value, MethodType) and value.__self__ is part:  # accelerate's hooks store forwards like this
                 ours = copier.copy(value.__func__) if isinstance(value.__func__, FunctionType) else None
                 attributes |= {} if ours is None else {name: MethodType(ours, part)}
             elif isinstance(value, (FunctionType, functools.partial)) and copier.replace(value) is not None:
                 attributes[name] = Exchanged(value, drop_ins)
-        if classes[cls] is not cls or attributes:
+        if attributes or classes.get(cls, cls) is not cls:
             changes[path] = (classes[cls], attributes)
     return changes
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..frequencies.series import apply_scaling
 from ..modules.base import FrequencyModule, copy_together
 from ..presets.scheme import Scaling
-from .rotary import is_pipeline, parts
+from .rotary import parts
 from .table_modules import makes_tables, stand_in
 
 __all__ = ["Scaled", "prepare_scaling", "set_places", "set_scaling"]
@@ -40,18 +40,16 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
     """Scale the trained frequencies of all encodings in ``model``, in place.
 
     Nothing synchronises, and you don't need to recompile or recapture a CUDA graph. However, the first call adds
-    buffers to the model. So call ``set_scaling(model, None)`` once before ``torch.compile`` or a CUDA graph capture.
-    The buffers are not in the state_dict. Frozen programs (exported, or compiled with Inductor's ``freezing``) keep
-    their values.
+    buffers to the model, outside of its state_dict. So call ``set_scaling(model, None)`` once before ``torch.compile``
+    or a CUDA graph capture. Frozen programs (exported, or compiled with Inductor's ``freezing``) keep their values.
 
     Args:
         model: a module with encodings, or a diffusers pipeline.
-        scaling: a function of theta (E,), or (H, E) if heads differ. It returns a scaled theta of the same shape, and
-            an amplitude, which is a number or (E,). Usually, this is a ``*_scaling`` function from
-            ``lrpe_md.frequencies`` with its arguments bound. Pass one function for all axes, or one per axis, slowest
-            first, with None for unchanged axes. It receives the frequencies of an axis in channel order, in float64 on
-            their device. None restores the trained frequencies. Learned frequencies stay trainable, and their current
-            values are scaled.
+        scaling: a function of theta (E,), or (H, E) if heads differ, such as a ``*_scaling`` function from
+            ``lrpe_md.frequencies`` with its arguments bound. It returns a scaled theta of the same shape, and an
+            amplitude, which is a number or (E,). Pass one function for all axes, or one per axis, slowest first, with
+            None for unchanged axes. It receives the frequencies of an axis in channel order, in float64 on their
+            device. None restores the trained frequencies. Learned frequencies stay trainable.
 
     The amplitude applies to the pairs of its axis, in rotated tokens. A prefix, such as text that a preset places at
     zero, keeps an amplitude of 1.
@@ -76,9 +74,7 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     for path, module in _find(model).items():
-        by_axis: list[Any] = [scaling] * module.num_axes
-        if isinstance(scaling, Sequence) and not isinstance(scaling, str):
-            by_axis = list(scaling)
+        by_axis: list[Any] = list(scaling) if isinstance(scaling, (list, tuple)) else [scaling] * module.num_axes
         if len(by_axis) != module.num_axes:
             raise ValueError(
                 f"scaling: expected one value for each of the {module.num_axes} axes of {path}, got {len(by_axis)}"
@@ -91,8 +87,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     """In all encodings, move index i of a grid axis to position ``places[i]``. None restores the original positions.
 
     Use this for coordinates that change between steps, such as the :func:`lrpe_md.positions.relative_times` of a
-    stream, or for a jump between scenes. It calls :meth:`FrequencyModule.set_places` of each encoding, which works in
-    place if the length stays the same.
+    stream, or for a jump between scenes. See :meth:`FrequencyModule.set_places`.
 
     Raises:
         ValueError: if there is no encoding, one of them lacks the axis, places don't have the shape (n,), or the model
@@ -109,9 +104,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
 
 
 def _find(model: Any) -> dict[str, Any]:
-    """Return all encodings by name. If there are none, add encodings to modules that compute tables."""
-    if not isinstance(model, nn.Module) and not is_pipeline(model):
-        raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
+    """Return all encodings by name. If there are none, add them to modules that compute tables."""
     modules = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
     found: dict[str, Any] = {path: m for path, m in modules.items() if isinstance(m, FrequencyModule)}
     if not found:
@@ -149,7 +142,7 @@ def _compute_scaling(path: str, module: Any, scalings: list[Scaling | None]) -> 
 
 
 def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
-    """Return the channels of each axis, which are read once per device. Channels with frequency 0 belong to no axis."""
+    # The channels of each axis are read once per device. Channels with frequency 0 belong to no axis.
     known = vars(module).setdefault("_channels_of_axes", {})
     if trained.device not in known:
         used = (trained != 0).any(0)

@@ -1,8 +1,7 @@
 """Frequencies of other libraries' rotary modules, for :mod:`.run_time` to scale.
 
-A module still computes its own tables. ``set_scaling`` and ``set_places`` then rotate the tables by the difference of
-the angles, which is exactly zero as long as nothing is changed. Frequencies and positions come from a known formula for
-the module, which we compare with its tables.
+A module still computes its own tables. We rotate them by the difference of the angles, which is exactly zero as long as
+nothing is changed. Frequencies and positions come from a known formula, which we compare with the module's tables.
 """
 
 from __future__ import annotations
@@ -28,20 +27,14 @@ _BOUND = 1e-4  # tolerance of table entries: some modules compute angles in floa
 
 
 class TableFrequencies(RotateMd):
-    """Frequencies of a module that computes tables. They stay in float64 if the model is cast.
+    """Frequencies (C, K) of a module that computes tables. They stay in float64 if the model is cast.
 
-    Args:
-        omega: frequencies (C, K).
-        device: device of the frequencies.
-        has_coordinates: whether the module receives coordinates, such as FLUX's img_ids, instead of a grid.
+    ``has_coordinates`` tells whether the module receives coordinates, such as FLUX's img_ids, instead of a grid.
     """
 
-    def __init__(
-        self, omega: Tensor, device: torch.device | str | None = None, *, has_coordinates: bool = False
-    ) -> None:
-        channels, num_axes = omega.shape
+    def __init__(self, omega: Tensor, device: Any = None, *, has_coordinates: bool = False) -> None:
         initial = functools.partial(_return_omega, omega)
-        super().__init__(2 * channels, num_axes, frequencies=initial, device=device, dtype=torch.float64)
+        super().__init__(2 * len(omega), omega.shape[1], frequencies=initial, device=device, dtype=torch.float64)
         self.has_coordinates = has_coordinates
 
     def get_omega(self) -> Tensor:
@@ -82,28 +75,16 @@ def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
     return (where.coords.to(device, torch.float64)[..., None, :] * omega.to(device)).sum(-1)
 
 
-# --- known modules ---------------------------------------------------------------------------------------------------
-
-
 class Formula(NamedTuple):
-    """Formula for a module's tables, which are cos and sin, or one tensor with sines followed by cosines.
+    """Formula for a module's tables, which are cos and sin, or one tensor with sines followed by cosines."""
 
-    Args:
-        omega: frequencies (C, K) in float64.
-        locate: function (module, settings, \\*arguments of the method) that returns the positions of the tokens.
-        settings: extra argument for ``locate``.
-        order: channel order of the tables, "interleaved" or "half".
-        method: name of the method that returns the tables.
-    """
-
-    omega: Tensor
-    locate: Callable[..., Grid | Coordinates]
+    omega: Tensor  # (C, K) in float64
+    locate: Callable[..., Grid | Coordinates]  # (module, settings, *arguments of the method) -> positions of the tokens
     settings: Any
-    order: str = "interleaved"
-    method: str = "forward"
+    order: str = "interleaved"  # or "half"
+    method: str = "forward"  # returns the tables
 
     def agrees(self, rope: Any, args: Sequence[Any]) -> bool:
-        """Return whether a module's tables for these arguments match the formula."""
         made = _split(getattr(type(rope), self.method)(rope, *args))  # without the hooks of accelerate
         angles = _angles(self.locate(rope, self.settings, *args), self.omega, torch.device("cpu"))
         bound = max(_BOUND, 4 * torch.finfo(made[0].dtype).eps)
@@ -116,7 +97,6 @@ class Formula(NamedTuple):
         return t.reshape(*like.shape[:-1], t.shape[-1])
 
     def apply_changes(self, rope: Any, made: Any, *args: Any) -> Any:
-        """Apply changed frequencies and places to the tables that a module has computed."""
         cos, sin = _split(made)
         change, gain = rope.rotation.difference(self.locate(rope, self.settings, *args), cos.device)
         wide = torch.promote_types(cos.dtype, torch.float32)
@@ -135,7 +115,6 @@ def _split(made: Any) -> tuple[Tensor, Tensor]:
 
 
 def _axial(*series: Tensor) -> Tensor:
-    """Return frequencies (C, K), where each axis has consecutive channels."""
     return torch.block_diag(*[s.double()[:, None] for s in series])
 
 
@@ -144,14 +123,12 @@ def _powers(dims: Sequence[int], base: float) -> Tensor:
 
 
 def _locate_ids(rope: Any, settings: tuple[int, bool], *args: Any) -> Coordinates:
-    """Return the positions argument. ``settings`` is its index, and whether it is (K, N) instead of (N, K)."""
-    index, axes_first = settings
+    index, axes_first = settings  # of the positions (N, K), or (K, N) with axes first
     return Coordinates((args[index].T if axes_first else args[index]).float())
 
 
 def _locate_patches(rope: Any, settings: tuple[Sequence[int], Any], x: Tensor, *args: Any) -> Grid:
-    """Return the grid of an image or video (B, C, ..). ``settings`` holds the patch size and the coordinates' rule."""
-    patch, by = settings
+    patch, by = settings  # patch size, and the rule of the coordinates
     grid = Grid(tuple(n // p for n, p in zip(x.shape[-len(patch) :], patch, strict=True)))
     return grid if by is None else grid.cells(by)
 
@@ -167,7 +144,7 @@ def _locate_timm(rope: Any, by: Any, shape: Any = None, *args: Any) -> Grid:
 
 
 def _read_ids(rope: Any) -> _Found:
-    """Read the formula of diffusers' FLUX and similar models, which have ids (N, K) for text and image."""
+    # diffusers' FLUX and similar models, with ids (N, K) for text and image
     if not (hasattr(rope, "axes_dim") and hasattr(rope, "theta")):
         return None
     ids = torch.arange(3.0)[:, None] + torch.arange(len(rope.axes_dim))
@@ -192,7 +169,6 @@ def _read_patches(rope: Any) -> _Found:
 
 
 def _read_timm(rope: Any) -> _Found:
-    """Read the formula of timm's axial or DINOv3 tables for a grid (H, W)."""
     is_dino = hasattr(rope, "periods")
     series = 2 * math.pi / rope.periods.double() if is_dino else getattr(rope, "bands", None)
     if series is None or not hasattr(rope, "grid_indexing") or getattr(rope, "in_pixels", False):
@@ -229,11 +205,6 @@ def _read_places(rope: Any) -> _Found:
 
 @torch.no_grad()
 def read_formula(path: str, module: nn.Module) -> Formula:
-    """Return the formula of a module's tables.
-
-    Raises:
-        ValueError: if no formula matches the tables, or the module is on the meta device.
-    """
     twin = copy.deepcopy(module) if any(b.is_meta for b in module.buffers()) else copy.deepcopy(module).cpu().eval()
     with torch.device("cpu"):
         for read in (_read_ids, _read_patches, _read_timm, _read_places):
@@ -254,12 +225,7 @@ def makes_tables(module: Any) -> bool:
     return "rope" in name or "rotary" in name or (hasattr(module, "axes_dim") and hasattr(module, "theta"))
 
 
-# --- in a model ------------------------------------------------------------------------------------------------------
-
-
 class StandIn(NamedTuple):
-    """Recipe for deriving a module's class. See :class:`.copies.Recipe`."""
-
     method: str
 
     def derive(self, cls: type) -> Any:
@@ -279,8 +245,7 @@ def _with_changes(method: Any) -> Any:
 def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, TableFrequencies]:
     """Make the tables of modules follow frequencies that can be scaled. Return these frequencies by module name.
 
-    ``device`` is the device of the frequencies for a module without tensors. If one module has no formula, no module
-    changes.
+    ``device`` is for a module without tensors. If one module has no formula, no module changes.
     """
     formulas = {path: read_formula(path, module) for path, module in modules.items()}
     for path, formula in formulas.items():
@@ -288,11 +253,8 @@ def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, Tabl
     made: dict[str, TableFrequencies] = {}
     for path, formula in formulas.items():
         tensors = [*modules[path].parameters(), *modules[path].buffers()]
-        made[path] = TableFrequencies(
-            formula.omega,
-            device=tensors[0].device if tensors else device,
-            has_coordinates=formula.locate is _locate_ids,
-        )
+        own, has_coordinates = tensors[0].device if tensors else device, formula.locate is _locate_ids
+        made[path] = TableFrequencies(formula.omega, own, has_coordinates=has_coordinates)
         attach(path, modules[path], (made[path], formula))
     return made
 
@@ -318,11 +280,7 @@ def detach(part: Any) -> Changes | None:
 
 
 def _find_bound(path: str, module: Any, method: str) -> dict[str, Any]:
-    """Return the object's attributes that hold its class's method, which is where accelerate's hooks store it.
-
-    Raises:
-        ValueError: if the object has another function in place of this method.
-    """
+    """Return the object's attributes that hold its class's method, which is where accelerate's hooks store it."""
     own = find_method(type(module), method)
     bound = {n: v for n, v in vars(module).items() if isinstance(v, MethodType) and v.__func__ is own}
     if method in vars(module) and not bound:

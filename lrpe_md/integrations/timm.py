@@ -1,11 +1,11 @@
 """Relative positions for timm's VisionTransformer: ``adapt(model, "cosine")`` converts it to the class in this module.
 
-Weights and their names are the same as in timm. The state_dict has additional keys only for learned frequencies
-(``encoding.*``) and decays (``*.decay.logit``). ``lrpe_md.models.vit`` registers new models with timm.
+Weights and their names are the same as in timm, except for learned frequencies (``encoding.*``) and decays
+(``*.decay.logit``). ``lrpe_md.models.vit`` registers new models with timm.
 
-The backbone owns the encoding, computes the positions once per forward pass, and passes both to its blocks. timm's
-blocks pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the
-mask. A forward pass stores no state on a module, so activation checkpointing recomputes with the right positions.
+The backbone owns the encoding, computes the positions once per forward pass, and passes both to its blocks, in a
+:class:`Context` in place of ``attn_mask``. A forward pass stores no state on a module, so activation checkpointing
+recomputes with the right positions.
 
 Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
 """
@@ -36,7 +36,7 @@ from timm.models import vision_transformer as timm_vit
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..checks import a_or_an, check_reference, repeat_over_layers
+from ..checks import a_or_an, check_one_of, check_reference, repeat_over_layers
 from ..engine.core.call import Act
 from ..engine.encode.views import split_qkv
 from ..engine.linear.call import NormalizerName
@@ -77,9 +77,7 @@ BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)  
 class LrpeAttention(Attention):
     """timm's attention with the same parameters. It encodes q and k as the :class:`Context` specifies.
 
-    Without a Context (if ``attn_mask`` is None or a mask), it works like timm's attention. ``attention`` is "softmax"
-    or "linear". For ``normalizer``, see :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` determine how the
-    state forgets. ``feature_act`` replaces the encoding's activation.
+    Without a Context (if ``attn_mask`` is None or a mask), it works like timm's attention.
 
     For the backward pass, softmax attention stores the encoded q and k, and, because of v, the projection's output.
     These are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so
@@ -92,12 +90,11 @@ class LrpeAttention(Attention):
     attention: AttentionKind = "softmax"
     normalizer: NormalizerName = "unrotated"
     memory: Memory | None = None
-    feature_act: Act | None = None
+    feature_act: Act | None = None  # replaces the activation of the encoding
     copy_v: bool = False
     keep_encoded: bool = True
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Compute attention for x (B, N, C)."""
         context = attn_mask if isinstance(attn_mask, Context) else Context(None, None, attn_mask)
         encoding, positions, mask = context.encoding, context.positions, context.attn_mask
         gate = None if self.gate is None else self.gate(x).sigmoid()
@@ -136,7 +133,6 @@ class LrpeAttention(Attention):
         return (q, k) if encoding is None else encode(encoding, q, k, positions, is_causal, norm)
 
     def _project(self, x: Tensor, gate: Tensor | None) -> Tensor:
-        """Project the attention's output (B, H, N, D) to (B, N, C)."""
         x = self.norm(x.transpose(1, 2).flatten(2))
         if gate is not None:
             x = x * gate
@@ -149,14 +145,7 @@ class LrpeAttention(Attention):
         return f"attention='linear', normalizer={self.normalizer!r}{memory}"
 
 
-def encode(
-    encoding: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    positions: Grid | Coordinates | None,
-    is_causal: bool,
-    norm: Norm | None = None,
-) -> tuple[Tensor, Tensor]:
+def encode(encoding: nn.Module, q: Tensor, k: Tensor, positions: Any, is_causal: bool, norm: Norm | None) -> Any:
     if is_causal:
         check_causal(encoding)
     return encoding(q, k, positions=positions) if norm is None else encoding(q, k, positions=positions, norm=norm)
@@ -167,27 +156,17 @@ def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
     return tuple(x.shape[1:3]) if x.ndim == 4 else (height, width)
 
 
-def lay_out_patches(
-    encoding: nn.Module | None,
-    height: int,
-    width: int,
-    num_prefix_tokens: int,
-    reference: Sequence[int | None] | None,
-    device: torch.device | str = "cpu",
-) -> Grid | Coordinates:
-    tokens = Tokens(num_prefix_tokens)
-    return EncodingStack(encoding).lay_out((height, width), tokens, reference=reference, device=device)
+def lay_out_patches(encoding: nn.Module | None, size: Any, num_prefix_tokens: int, reference: Any, device: Any) -> Any:
+    return EncodingStack(encoding).lay_out(size, Tokens(num_prefix_tokens), reference=reference, device=device)
 
 
 class LrpePatchEmbed(PatchEmbed):
     """timm's patch embedding, changed so that it compiles to one graph for all sizes.
 
-    timm's size check includes the size in its message, so each size would need a new graph. PyTorch can't compile the
-    backward pass of resampling a learned position table to a dynamic size. So training with such a table keeps timm's
-    check.
+    timm's size check includes the size in its message, so each size would need a new graph.
     """
 
-    has_table: bool = False
+    has_table: bool = False  # PyTorch can't compile the backward pass of resampling a table to a dynamic size
 
     def forward(self, x: Tensor) -> Tensor:
         trains_table = self.has_table and torch.is_grad_enabled() and not torch.compiler.is_exporting()
@@ -204,19 +183,8 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     """timm's VisionTransformer with an encoding of q and k.
 
     Args:
-        encoding: encoding of q and k, which is one of these:
-
-            - "cosine", "rotate" or "mixed".
-            - A name from :func:`lrpe_md.list_presets`, such as "eva02", a Scheme or a Preset. It also defines the
-              positions.
-            - An ``nn.Module``, which all layers share. It is called as ``module(q, k, positions=positions)`` with q and
-              k (B, H, N, D).
-            - A factory ``(head_dim, num_heads) -> nn.Module``, which is called once per layer.
-            - None (the default) or "none" for no encoding.
-
-            See :func:`.encoding.build_encoding`. Class and register tokens are not rotated.
-        encoding_kwargs: options of the encoding, such as act, phase, learnable, base or axis_order. Without an
-            encoding, only act and dim are allowed.
+        encoding, encoding_kwargs: encoding of q and k, and its options; see :func:`.encoding.build_encoding`. A preset
+            also defines the positions. Class and register tokens are not rotated.
         absolute: absolute position embedding. "learned" is timm's table, resampled to the input's grid. "sincos" is
             computed for the input's grid. "none" disables it.
         attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`) for all layers, or a sequence that repeats
@@ -224,10 +192,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         normalizer: "unrotated", "encoded" or "none", for linear attention.
         memory: how linear layers forget, frame by frame. This is only for video models; see
             :class:`lrpe_md.models.video.LrpeVideoTransformer`.
-        copy_v: whether to store as little for the backward pass as attention without an encoding. See
-            :class:`LrpeAttention`.
-        keep_encoded: if False, re-encode q and k in the backward pass instead of storing them. See
-            :class:`LrpeAttention`.
+        copy_v, keep_encoded: what to store for the backward pass; see :class:`LrpeAttention`.
         dynamic_img_size: whether to accept any input size that the patch size divides. This is on by default.
         args, kwargs: arguments of timm's class.
 
@@ -325,8 +290,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         is_causal: bool = False,
     ) -> Any:
         """Run timm's ``forward_intermediates``, with the same arguments and result."""
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt: expected 'NCHW' or 'NLC', got {output_fmt!r}")
+        check_one_of("output_fmt", output_fmt, ("NCHW", "NLC"))
         taken, last = feature_take_indices(len(self.blocks), indices)
         size = tuple(self.patch_embed.dynamic_feat_size(x.shape[2:]))
         prefixes, patches = [], []
@@ -374,7 +338,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if isinstance(drop, PatchDropout):
             x, kept = patch_dropout_forward(x, drop.prob, drop.num_prefix_tokens, drop.ordered, drop.training)
         x = self.norm_pre(x)
-        grid = lay_out_patches(self.encoding, size[0], size[1], self.num_prefix_tokens, self.reference, x.device)
+        grid = lay_out_patches(self.encoding, size, self.num_prefix_tokens, self.reference, x.device)
         grid = EncodingStack(self.encoding).locate(grid)
         if kept is None:
             return x, grid
@@ -391,16 +355,13 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             table = resample_abs_pos_embed(table[None], list(shape), own, num_prefix_tokens=0)[0]
         return table.to(x.dtype)
 
-    def _block(
-        self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool
-    ) -> Tensor:
+    def _block(self, i: int, x: Tensor, positions: Any, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         return self._run(i, x, Context(EncodingStack(self.encoding)[i], positions, attn_mask), is_causal)
 
     def _run(self, i: int, x: Tensor, context: Context, is_causal: bool = False) -> Tensor:
-        args = x, context, is_causal
-        # A context that carries sums must not be recomputed.
-        again = self.grad_checkpointing and context.carried is None
-        return checkpoint(self.blocks[i], *args) if again else self.blocks[i](*args)
+        if self.grad_checkpointing and context.carried is None:  # sums must not be recomputed
+            return checkpoint(self.blocks[i], x, context, is_causal)
+        return self.blocks[i](x, context, is_causal)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict. Even strict mode accepts weights of timm's model, as ``checkpoint_path=`` does."""
@@ -422,7 +383,6 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return fitted
 
     def no_weight_decay(self) -> set[str]:
-        """Return timm's names, and the names of frequencies, phases and decays."""
         return super().no_weight_decay() | EncodingStack(self.encoding).no_weight_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -434,10 +394,8 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             "blocks": [(r"^encoding\.(\d+)", None), *groups["blocks"]],
         }
 
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        taken = super().prune_intermediate_layers(*args, **kwargs)
         if isinstance(self.encoding, nn.ModuleList):
             self.encoding = self.encoding[: len(self.blocks)]
         return taken
@@ -467,9 +425,8 @@ def adapt(
             ResPostBlock or ParallelThingsBlock, with timm's Attention.
         encoding: "cosine", "rotate", "mixed", "none", a preset, a scheme or a module. A module is moved to the model's
             device.
-        encoding_kwargs: arguments of the encoding, such as ``{"base": 100}``.
         absolute: whether to "keep" or "drop" the learned absolute embedding.
-        attention, normalizer, memory, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`.
+        encoding_kwargs, attention, normalizer, memory, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`.
 
     Raises:
         TypeError, ValueError: for an invalid model or argument. The model is then unchanged.
@@ -540,25 +497,20 @@ def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[An
 def _attentions(model: Any) -> list[list[Any]]:
     """Return the attention layers of each block. If the model can't be adapted, raise an error."""
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
-        kind = a_or_an(type(model).__qualname__)
+        kind, expected = a_or_an(type(model).__qualname__), "model: expected a timm VisionTransformer"
         for name in ("module", "_orig_mod", "model"):  # DataParallel, torch.compile, features_only
-            if isinstance(getattr(model, name, None), (timm_vit.VisionTransformer, LrpeVisionTransformer)):
-                raise TypeError(
-                    f"model: expected a timm VisionTransformer, not a wrapper around one, got {kind}; adapt "
-                    f"model.{name}, or adapt the model before you wrap it"
-                )
+            if isinstance(getattr(model, name, None), timm_vit.VisionTransformer):
+                advice = f"adapt model.{name}, or adapt the model before you wrap it"
+                raise TypeError(f"{expected}, not a wrapper around one, got {kind}; {advice}")
         if isinstance(model, str):
-            raise TypeError(f"model: expected a timm VisionTransformer, got {model!r}; pass the model first")
+            raise TypeError(f"{expected}, got {model!r}; pass the model first")
         names = [type(m).__name__.lower() for m in model.modules()] if isinstance(model, nn.Module) else ["attention"]
         if not any(part in name for name in names for part in ("attn", "attention", "mhsa")):
-            raise TypeError(
-                f"model: expected a timm VisionTransformer, got {kind}, which has no attention layers "
-                "with q and k to encode"
-            )
+            raise TypeError(f"{expected}, got {kind}, which has no attention layers with q and k to encode")
         raise TypeError(
-            f"model: expected a timm VisionTransformer, got {type(model).__module__}.{type(model).__qualname__} "
-            "(subclasses and other families have their own forward method; use lrpe_md.adapt_rotary for a model with a "
-            "rotary encoding, and lrpe_md.adapt_attention for one without relative positions)"
+            f"{expected}, got {type(model).__module__}.{type(model).__qualname__} (subclasses and other families have "
+            "their own forward method; use lrpe_md.adapt_rotary for a model with a rotary encoding, and "
+            "lrpe_md.adapt_attention for one without relative positions)"
         )
     blocks: list[list[Attention]] = []
     for i, block in enumerate(model.blocks):
@@ -588,10 +540,7 @@ def _attentions(model: Any) -> list[list[Any]]:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Filter a checkpoint as timm does, so that weights of timm's ViTs can be loaded.
-
-    The absolute table is dropped or resampled to fit the model. Learned frequencies and decays that the checkpoint
-    lacks keep their initial values."""
+    """Fit a checkpoint's weights and absolute table as timm does, and keep learned frequencies that it lacks."""
     fitted = timm_vit.checkpoint_filter_fn(_without_table(state_dict, model), model)  # pyright: ignore[reportArgumentType]
     return with_own_frequencies(fitted, model)
 
