@@ -341,11 +341,14 @@ def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int
 
 
 def choose_frames(layout: TokenLayout, token: Sequence[int], number: int = 3) -> list[int]:
-    """Choose the frames to draw, including the token's own frame and others evenly spaced over time."""
+    """Choose the frames to draw, including the token's own frame and others evenly spaced over time.
+
+    The token's frame replaces the nearest one. If two are equally near, the first and last frames stay.
+    """
     frames = layout.frames[0]
     own = token[0] if len(layout.shape) == 3 else 0
     even = [round(i * (frames - 1) / max(number - 1, 1)) for i in range(min(number, frames))]
-    nearest = min(range(len(even)), key=lambda i: abs(even[i] - own))
+    nearest = min(range(len(even)), key=lambda i: (abs(even[i] - own), i in (0, len(even) - 1)))
     even[nearest] = own
     return sorted(set(even))
 

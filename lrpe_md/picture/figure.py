@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -138,8 +138,20 @@ def lowest_similarity(views: Sequence[View], variants: int | None = None) -> flo
 
     The upper end is 1.
     """
-    lowest = min(float(score.min()) for view in views for _, score in view.scores[:variants])
-    return min(math.floor(lowest * 10) / 10, 0.9)
+    return _round_down(score for view in views for _, score in view.scores[:variants])
+
+
+def _lowest_slice(views: Sequence[View]) -> float:
+    """Return the lower end of a similarity scale for the slices of these views."""
+    return _round_down(
+        data.slice_through(view.layout, view.scores[0][1], view.token, j)[1]
+        for view in views
+        for j in range(len(view.layout.shape))
+    )
+
+
+def _round_down(scores: Iterable[Tensor]) -> float:
+    return min(math.floor(min(float(score.min()) for score in scores) * 10) / 10, 0.9)
 
 
 # --- panels ----------------------------------------------------------------------------------------------------------
@@ -210,16 +222,18 @@ def draw_comparison(views: Sequence[View], names: Sequence[str] = (), width: flo
         figure = Figure(figsize=(width, sum(heights) + (0.1 if names else 0.5)), layout="constrained")
         axes: Any = figure.subplot_mosaic(cells, height_ratios=heights, width_ratios=shares)
         named = [{panel: axes[i * number + j] for j, panel in enumerate(panels)} for i in range(len(views))]
-        lowest = lowest_similarity(views, 1)
+        # Slices share the scale of the maps, if there are any.
+        lowest = lowest_similarity(views, 1) if "similarity" in panels else _lowest_slice(views)
         if "wavelengths" in panels:
             _wavelengths([own["wavelengths"] for own in named], views, plot, columns=2)
         for own, view in zip(named, views, strict=True):
             _draw_compared(own, view, lowest, first, plot)
         if pictures:
             maps = [named[i]["similarity"] for i in pictures]
-            rows = len({axis.get_subplotspec().rowspan.start for axis in maps})
+            first_row, last_row = (maps[i].get_subplotspec().rowspan for i in (0, -1))
+            height = sum(heights[first_row.start : last_row.stop])
             # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
-            _similarity_bar(figure, maps[0].images[0], maps, location="left", aspect=15 * rows, panchor=False)
+            _similarity_bar(figure, maps[0].images[0], maps, height, location="left", panchor=False)
         if not names:
             _foot(figure)
         return figure
@@ -302,7 +316,7 @@ def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -
         parts["similarity"], parts["plots"] = parts["similarity"].subfigures(1, 2, width_ratios=shares)
     if "angles" in panels:
         _draw_angles(parts["angles"], view, map_columns, width)
-    lowest = lowest_similarity([view], None if "variants" in panels else 1)
+    lowest = lowest_similarity([view], None if "variants" in panels else 1) if scores else _lowest_slice([view])
     if scores:
         _draw_scores(parts["similarity"], view, scores, score_columns, left, lowest)
     if plots:
@@ -322,7 +336,7 @@ def _draw_angles(figure: Any, view: View, columns: int, width: float) -> None:
     for axis, channel, angles in zip(panels, view.channels, theta.T, strict=False):
         image = _picture(axis, view, data.wrap(angles), **ANGLES)
         axis.set_title(_fill(_channel_name(view, channel), _title_width(width, columns)))
-    _angle_bar(figure, image, panels)
+    _angle_bar(figure, image, panels, figure.bbox.height / figure.dpi)
     _blank(panels[len(view.channels) :])
 
 
@@ -332,7 +346,7 @@ def _draw_scores(figure: Any, view: View, scores: Sequence[Any], columns: int, w
     for axis, (names, score) in zip(panels, scores, strict=False):
         image = _picture(axis, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
         axis.set_title(_fill(_variant_name(view, names), _title_width(width, columns)))
-    _similarity_bar(figure, image, panels)
+    _similarity_bar(figure, image, panels, figure.bbox.height / figure.dpi)
     _blank(panels[len(scores) :])
 
 
@@ -347,7 +361,7 @@ def _draw_sequence(view: View, panels: Sequence[str], width: float, margin: floa
     figure = Figure(figsize=(width, 2.45 * len(cells) + margin), layout="constrained")
     axes = figure.subplot_mosaic(cells, width_ratios=ratios)
     # The labels and the bar of the angles also take space from the panels below.
-    outside = 0.65 if len(cells) == 1 else 1.5
+    outside = 1.5 if len(cells) > 1 else 1.1 if "angles" in names else 0.65
     sizes = {
         n: (width * part / sum(ratios) - outside, 2.2) for row in cells for n, part in zip(row, ratios, strict=True)
     }
@@ -378,7 +392,7 @@ def _draw_rows(axis: Any, view: View) -> None:
     title = "angle Θ" + (", fastest to slowest" if len(rows) > 1 else "")
     axis.set(xlabel=_token_label(layout), ylabel=_what(view), title=title)
     axis.grid(False)
-    _angle_bar(axis.figure, image, [axis])
+    _angle_bar(axis.figure, image, [axis], axis.bbox.height / axis.figure.dpi)
 
 
 def _title_width(width: float, columns: int) -> float:
@@ -414,10 +428,15 @@ def _limit_similarity(axis: Any, lowest: float) -> None:
     axis.set_ylim(lowest - margin, 1 + margin)
 
 
-def _similarity_bar(figure: Any, image: Any, axes: list[Any], **options: Any) -> None:
-    bar = figure.colorbar(image, ax=axes, **{"shrink": 0.9, "pad": 0.015, "aspect": 15, **options})
-    bar.set_label("similarity")
+def _similarity_bar(figure: Any, image: Any, axes: list[Any], height: float, **options: Any) -> None:
+    _colour_bar(figure, image, axes, height, **options).set_label("similarity")
+
+
+def _colour_bar(figure: Any, image: Any, axes: list[Any], height: float, **options: Any) -> Any:
+    """Draw a bar of at most 0.2 inches width beside axes that are ``height`` inches high."""
+    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.015, aspect=max(15, 0.9 * height / 0.2), **options)
     bar.ax.grid(False)
+    return bar
 
 
 def _panels(figure: Any, rows: int, columns: int) -> list[Any]:
@@ -459,7 +478,7 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
         axis.set_xticks([left + (width - 1) / 2 for left in picture.first_columns], labels)
         axis.tick_params(axis="x", length=0)
         axis.set_xlabel("" if is_wide else "W", labelpad=1)
-    axis.set_ylabel("H", labelpad=1)
+    axis.set_ylabel("H", labelpad=1, y=height / 2 / rows)  # beside the grid, not the text
     axis.grid(False)
     axis.spines[:].set_visible(False)
     frame = view.token[0] if len(layout.shape) == 3 else 0
@@ -492,7 +511,8 @@ def _place_legend(axis: Any, size: tuple[float, float], **options: Any) -> None:
     """
     options = {**LEGEND, **options}
     legend = axis.legend(**options)
-    width, height = (1.05 * n / (m * axis.figure.dpi) for n, m in zip(_extent(legend), size, strict=True))
+    # At other resolutions, text is up to 8% wider.
+    width, height = (1.1 * n / (m * axis.figure.dpi) for n, m in zip(_extent(legend), size, strict=True))
     lines = [(line.get_transform() - axis.transAxes).transform_path(line.get_path()) for line in axis.lines]
     for corner in ("upper right", "upper left", "lower left", "lower right"):
         x, y = 1 - width if "right" in corner else 0, 1 - height if "upper" in corner else 0
@@ -591,11 +611,10 @@ def _plot_wavelengths(axis: Any, view: View) -> list[Any]:
     return handles
 
 
-def _angle_bar(figure: Any, image: Any, axes: list[Any]) -> None:
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.015, aspect=15, ticks=[-math.pi, 0, math.pi])
+def _angle_bar(figure: Any, image: Any, axes: list[Any], height: float) -> None:
+    bar = _colour_bar(figure, image, axes, height, ticks=[-math.pi, 0, math.pi])
     bar.ax.set_yticklabels(["−π", "0", "π"])
     bar.set_label("angle Θ, rad")
-    bar.ax.grid(False)
 
 
 def _head_and_foot(figure: Figure, view: View) -> None:

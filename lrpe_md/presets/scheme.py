@@ -443,7 +443,7 @@ class Preset:
             taken = list(inspect.signature(scheme.grid).parameters)[1:]
             for option in options.keys() - set(taken):
                 raise TypeError(
-                    f"{option}: {self.name}'s grids accept {' and '.join(taken) or 'no options'}, got "
+                    f"{option}: {self.name}'s grids accept {' and '.join(map(repr, taken)) or 'no options'}, got "
                     f"{options[option]!r}; leave out {option}, or use a Scheme whose grid function has this argument"
                 )
         shapes = [tuple(s) for s in segments if isinstance(s, (tuple, list))]

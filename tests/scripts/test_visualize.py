@@ -633,6 +633,8 @@ def test_frames_include_the_selected_one():
     assert data.choose_frames(layout, (4, 0, 0)) == [0, 4, 8]
     assert data.choose_frames(layout, (1, 0, 0)) == [1, 4, 8]
     assert data.choose_frames(layout, (7, 0, 0)) == [0, 4, 7]
+    for t in (1, 2):  # a tie: the first and last frames stay
+        assert data.choose_frames(tiny("wan", (4, 2, 2)).layout, (t, 0, 0)) == [0, t, 3]
     assert data.choose_frames(tiny("wan", (2, 2, 2)).layout, (1, 0, 0)) == [0, 1]
     assert data.choose_frames(tiny("wan", (2, 2)).layout, (1, 0)) == [0]
 

@@ -123,6 +123,43 @@ def test_selected_panels_have_their_own_scale():
         assert view[0].images[0].get_clim()[0] == pytest.approx(int(low * 10 - (low < 0)) / 10)
 
 
+@pytest.mark.parametrize("encoding", ["rope_vit_mixed", ["dinov3", "rope_vit_mixed"]])
+def test_slices_without_maps_have_their_own_scale(encoding: Any):
+    for names in (["slices"], ["slices", "wavelengths"]):
+        axes = [a for a in axes_of(lrpe_md.show(encoding, panels=names)) if "slices" in a.get_title()]
+        low = min(min(line.get_ydata()) for axis in axes for line in axis.lines if len(line.get_xdata()) > 2)
+        assert all(low - 0.15 < axis.get_ylim()[0] < low for axis in axes)
+
+
+@pytest.mark.parametrize("length", [32, 48])
+def test_the_legend_of_a_sequence_covers_no_curve(length: int):
+    figure = lrpe_md.show(lrpe_md.Scheme("Ours.", 64, lrpe_md.Axial((1,), base=100.0)), (length,))
+    figure.set_dpi(150)  # show saves at this resolution
+    figure.draw_without_rendering()
+    [axis] = [axis for axis in axes_of(figure) if axis.get_title().startswith("similarity")]
+    box, curves = axis.get_legend().get_window_extent(), [line for line in axis.lines if len(line.get_xdata()) > 2]
+    paths = [line.get_transform().transform_path(line.get_path()) for line in curves]
+    assert not any(path.intersects_bbox(box, filled=False) for path in paths)
+
+
+@pytest.mark.parametrize("encoding", ["flux1", ["flux1", "qwen_image"]])
+def test_the_row_label_is_beside_the_grid(encoding: Any):
+    figure = lrpe_md.show(encoding, (4, 4), token=(2, 2), text=24, panels=["similarity"])
+    figure.draw_without_rendering()
+    for axis in axes_of(figure):
+        if not is_bar(axis):
+            box, grid = axis.yaxis.label.get_window_extent(), axis.transData.transform([(0, 10.5), (0, 6.5)])
+            assert (box.y0 + box.y1) / 2 == pytest.approx(grid[:, 1].mean(), abs=2)
+
+
+@pytest.mark.parametrize("width", [3.25, 7.0])
+def test_colour_bars_are_narrow(width: float):
+    for encoding in ("dinov3", ["dinov3", "eva02"]):
+        figure = lrpe_md.show(encoding, (14, 14), width=width)
+        figure.draw_without_rendering()
+        assert all(axis.bbox.width <= 0.21 * figure.dpi for axis in axes_of(figure) if is_bar(axis))
+
+
 def count_columns(encoding: Any, **options: Any) -> int:
     """Return the number of panels in the widest row."""
     figure = lrpe_md.show(encoding, **options)
