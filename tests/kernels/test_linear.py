@@ -114,8 +114,8 @@ def in_parts(monkeypatch):
     """Divide tokens into causal pieces of 12, whose states are summed in parts of 8 and 4."""
     monkeypatch.setattr(linear_plan, "SHORTEST", 4)
     monkeypatch.setattr(linear_plan, "PIECE", 4)
-    monkeypatch.setattr(linear_launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
-    monkeypatch.setattr(linear_launch, "cut_parts", lambda length, *_: min(length, 8))
+    monkeypatch.setattr(linear_plan, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
+    monkeypatch.setattr(linear_plan, "cut_parts", lambda length, *_: min(length, 8))
     call_cache.clear()
     yield
     call_cache.clear()
@@ -396,7 +396,7 @@ def test_tiles_hold_each_channel_once(width):
 def test_features_are_cut_without_a_causal_mask(name, head_dim, blocks, monkeypatch):
     described = []
     monkeypatch.setattr(
-        linear_launch, "launch_with_fallback", lambda kernel, programs, args, config: described.append(config[0])
+        linear_launch, "launch_with_fallback", lambda kernel, programs, args, variant, _: described.append(variant)
     )
     for mask in ("full", "causal"):
         case = LinearCase(name, head_dim=head_dim, mask=mask, heads=(2, 2))

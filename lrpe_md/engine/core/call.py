@@ -38,7 +38,7 @@ __all__ = [
     "Tables",
     "Variant",
     "Weights",
-]  # fmt: skip
+]
 
 Impl = Literal["auto", "triton", "reference"]
 Pairs = Literal["half", "interleaved"] | Sequence[int]

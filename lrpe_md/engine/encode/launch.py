@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from ..core.launching import (
     pack_side,
     pack_stride,
     use_affine_positions,
-)  # fmt: skip
+)
 from ..core.memory import accumulator, like_in_memory, strides_in_memory
 from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
@@ -123,12 +123,7 @@ def _list_strided(call: Call, xs: Sequence[Tensor]) -> Sequence[Any]:
 
 
 def backward(
-    call: Call,
-    grads: list[Tensor],
-    xs: list[Tensor],
-    stats: list[Tensor],
-    needs: Needs,
-    outs: Sequence[Tensor] = (),
+    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], needs: Needs, outs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Return dx and any needed gradients of ω, φ and weights. If ``outs`` is passed, write dx to it."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
@@ -172,7 +167,7 @@ class Launch:
 
     def __init__(
         self, programs: int, outs: list, sums: Sums, strides: Strides, variant: Variant, options: dict
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.programs = programs
         self.outs = outs  # (size, stride) of each output, or None if it has the dtype, size and stride of its input
         self.sums = sums
@@ -209,8 +204,13 @@ def launch_rows(
     return run_launch(find_launch(call, rows, dtype, needs), call, rows, dtype)
 
 
-def find_launch(call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = _NO_NEEDS) -> Launch:
-    """Return the launch for these strides and addresses, and prepare it if it is new."""
+def find_launch(
+    call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = _NO_NEEDS, prepare: Callable[..., Launch] | None = None
+) -> Launch:
+    """Return the launch for these strides and addresses. If it is new, prepare it with :func:`prepare_launch`.
+
+    ``prepare`` replaces this function, for another kernel.
+    """
     spec = call.spec
     xs, dys, _, given_outs, start = rows
     launches, (cos, sin, _) = call.launches, call.cos_sin
@@ -235,7 +235,7 @@ def find_launch(call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = _NO_N
     key = dtype, spec.act, bool(xs), bool(dys), needs, aligned, *geometry
     launch = launches.get(key)
     if launch is None:
-        launch = launches[key] = prepare_launch(call, rows, dtype, aligned, needs, any(needs) and launches_early())
+        launch = launches[key] = (prepare or prepare_launch)(call, rows, dtype, aligned, needs)
     return launch
 
 
@@ -254,14 +254,7 @@ def run_launch(launch: Launch, call: Call, rows: Rows, dtype: torch.dtype) -> tu
     if launch.programs:
         norm = None
         if call.spec.norm != "none":
-            norm = (
-                weights.weight,
-                weights.bias,
-                weights.weight_k,
-                weights.bias_k,
-                partials.weights,
-                launch.norm_numbers,
-            )
+            norm = (*weights, partials.weights, launch.norm_numbers)
         extras = norm if start is None else (norm, (start, launch.start_numbers))
         table_arguments = None if cos is None else (cos, sin, launch.tables)
         pointers = point_to_pairs(launch.strides, xs, dys, outs)
@@ -274,15 +267,11 @@ def point_to_pairs(
     strides: Strides, xs: Sequence[Tensor], dys: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> tuple[tuple[Any, ...], ...]:
     """Return pointers and strides of q and of k in x, dy and the output, in the form that kernels expect."""
-    (x_q_strides, x_k_strides), (dy_q_strides, dy_k_strides), (o_q_strides, o_k_strides) = strides
-    x_q, x_k = (*xs, None, None)[:2]
-    dy_q, dy_k = (*dys, None, None)[:2]
-    o_q, o_k = (*outs, None)[:2]
-    return (
-        (x_q, x_q_strides, x_k, x_k_strides),
-        (dy_q, dy_q_strides, dy_k, dy_k_strides),
-        (o_q, o_q_strides, o_k, o_k_strides),
-    )
+    pairs = []
+    for tensors, (q_strides, k_strides) in zip((xs, dys, outs), strides, strict=True):
+        q, k = (*tensors, None, None)[:2]
+        pairs.append((q, q_strides, k, k_strides))
+    return tuple(pairs)
 
 
 def recall_launches(call: Call, rows: Rows) -> dict:
@@ -307,26 +296,17 @@ def _launch(launch: Launch, args: tuple[Any, ...]) -> None:
         launch.run = compiled_kernel[launch.programs, 1, 1]
 
 
-def prepare_launch(
-    call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False
-) -> Launch:
+def prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs) -> Launch:
     """Prepare a launch with outputs of dtype ``dtype``. Only the shapes, strides and alignment of tensors matter.
 
-    Set ``aligned`` if all addresses are multiples of 16 bytes. Set ``early`` if the second pass of dω may start while
-    this launch is running.
+    Set ``aligned`` if all addresses are multiples of 16 bytes.
     """
-    spec = call.spec
-    xs, dys = rows.xs, rows.dys
-    sources = dys or xs
-    batch, heads0, num_tokens, last = sources[0].shape
+    spec, dys = call.spec, rows.dys
+    sources = dys or rows.xs
+    batch, heads0, num_tokens, _ = sources[0].shape
     heads1 = sources[1].shape[1] if len(sources) == 2 else 0
-    head_dim = spec.head_dim(last) if dys else last
-    out_dim = head_dim if dys else spec.out_dim(head_dim)
-    outs = _lay_out_outputs(rows, out_dim)
-    strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
-    aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
-    variant = describe_variant(call, rows, dtype, (head_dim, aligned), needs, strides)
-    if not spec.dim and aligned and spec.norm == "none":
+    outs, strides, variant = describe_variant(call, rows, dtype, aligned, needs)
+    if not spec.dim and variant.aligned and spec.norm == "none":
         variant = _flatten_channels(variant, num_tokens)
 
     groups = max(1, num_groups(call))
@@ -346,7 +326,7 @@ def prepare_launch(
     )  # fmt: skip
     work_plan = plan(work)
     tile = {name: getattr(work_plan, name) for name in ("block_r", "block_n", "stages", "rows_first")}
-    variant = variant._replace(**tile, early=early)
+    variant = variant._replace(**tile, early=has_sums and launches_early())
     num_blocks = triton.cdiv(num_rows, work_plan.block_n)
     token_programs = work_plan.token_programs if num_blocks else 0
     parts_per_sample, num_runs = share_rows(span, group0 + group1, work_plan.rows_per_program)
@@ -381,16 +361,6 @@ def _pack_start(rows: Rows, start: Tensor) -> tuple[int, ...]:
     return pack_numbers(*lengths, int(len(start) > 1))
 
 
-def _lay_out_outputs(rows: Rows, out_dim: int) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return the size and stride of each output."""
-    sources = rows.dys or rows.xs
-    given_outs = rows.outs or (None,) * len(sources)
-    return [
-        ((*x.shape[:3], out_dim), strides_in_memory(x, out_dim)) if t is None else (t.shape, t.stride())
-        for t, x in zip(given_outs, sources, strict=True)
-    ]
-
-
 def _drop_equal_layouts(outs: list[Any], sources: Sequence[Tensor], dtype: torch.dtype) -> list[Any]:
     """Replace the layouts of outputs that equal their input by None, because ``empty_like`` is faster."""
     return [
@@ -411,27 +381,38 @@ def _count_sums(variant: Variant, programs: int, groups: int, counts: tuple[int,
 
 
 def describe_variant(
-    call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict
-) -> Variant:
-    """Return the variant without the fields that divide the work. ``row`` is (head_dim, aligned)."""
+    call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs
+) -> tuple[list[Any], dict[str, list[Any]], Variant]:
+    """Return the size and stride of each output, all strides, and the variant without the division of the work."""
     spec, tables, weights, cos_sin = call.spec, call.tables, call.weights, call.cos_sin
-    head_dim, aligned = row
+    xs, dys = rows.xs, rows.dys
+    sources = dys or xs
+    head_dim = out_dim = spec.head_dim(sources[0].shape[3]) if dys else sources[0].shape[3]
+    if not dys:
+        out_dim = spec.out_dim(head_dim)
+    outs = [
+        ((*x.shape[:3], out_dim), strides_in_memory(x, out_dim)) if t is None else (t.shape, t.stride())
+        for t, x in zip(rows.outs or (None,) * len(sources), sources, strict=True)
+    ]
+    strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
+    all_strides = [stride for group in strides.values() for stride in group]
+    aligned = aligned and in_eights(head_dim, all_strides)
     has_tables = cos_sin.cos is not None
     tiles = cut_channels(spec, head_dim)
     fields = describe_tables(tables, weights)
     fields["by_sample"] = fields["by_sample"] or (has_tables and cos_sin.by_sample)
     is_index = tables.coords is None and tables.origin is None and not fields["affine"]
     wide, fast = dtype == torch.float64, _is_fast(dtype, weights, needs)
-    unit = 8 if aligned else 1
-    return Variant(
+    variant = Variant(
         *spec, head_dim=head_dim, **fields, **_describe_tables(call), **tiles._asdict(),
         backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs),
         has_k=len(strides["o"]) == 2, has_start=rows.start is not None, need_dweight=needs.norm,
         wide=wide, fast=fast and not has_tables,
         # Integers can count angles if positions are indices. They would not improve the hardware's approximations.
         fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(has_ptx(dtype)),
-        aligned=aligned, long=are_long([each for group in strides.values() for each in group], unit),
+        aligned=aligned, long=are_long(all_strides, 8 if aligned else 1),
     )  # fmt: skip
+    return outs, strides, variant
 
 
 def _describe_tables(call: Call) -> dict[str, Any]:

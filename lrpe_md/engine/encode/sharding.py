@@ -24,7 +24,7 @@ from ..core.sharding import (
     local_weights,
     take_local,
     wrap_shard,
-)  # fmt: skip
+)
 
 __all__ = ["run_shards"]
 

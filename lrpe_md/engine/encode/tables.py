@@ -149,12 +149,11 @@ def _warn_of_other_layout(sin: Tensor, spec: Spec) -> None:
 
 
 def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
-    check_dense(name, t, FORM)
-    x, shape = xs[0], tuple(t.shape)
+    x = xs[0]
+    check_dense(name, t, FORM, x)
+    shape = tuple(t.shape)
     if t.dtype not in _REAL:
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
-    if t.device != x.device:
-        raise ValueError(f"{name}: expected a tensor on x's device {x.device}, got {t.device}")
     if t.ndim not in (2, 3, 4):
         raise ValueError(f"{name}: expected {FORM}, got {shape}")
     widths = [spec.num_channels] if spec.map == "cosine" else [spec.num_channels, 2 * spec.num_channels]

@@ -223,10 +223,8 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, 
 
 
 def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, ...], form: str) -> None:
-    check_dense(name, t, form)
+    check_dense(name, t, form, xs[0])
     check_precise(name, t.dtype, FSDP)
-    if t.device != xs[0].device:
-        raise ValueError(f"{name}: expected a tensor on x's device {xs[0].device}, got {t.device}")
     if t.ndim != 1 + len(tail) or tuple(t.shape[1:]) != tail:
         advice = f"; pass {name}[None]" if tuple(t.shape) == tail else ""
         raise ValueError(

@@ -236,9 +236,7 @@ def _read_number(value: Any) -> Any:
 class _Boxes:
     """Inductor's counterparts of a launcher's meta tensors."""
 
-    def __init__(
-        self, inputs: _Inputs, allocated: dict[int, Tensor], outs: Sequence[Tensor], num_joined: int
-    ) -> None:  # fmt: skip
+    def __init__(self, inputs: _Inputs, allocated: dict[int, Tensor], outs: Sequence[Tensor], num_joined: int) -> None:
         """Allocate the outputs. The first ``num_joined`` of them are views of one tensor."""
         self.device, self.input_boxes, self.allocations = inputs.device, inputs.boxes, allocated
         self.predecessors = _find_predecessors(inputs)

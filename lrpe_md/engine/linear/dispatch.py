@@ -148,9 +148,7 @@ def run_encoded(
     return (o, pack_state(final_state)) if options.return_state else o
 
 
-def _normalise_first(
-    options: LinearOptions, q: Tensor, k: Tensor, norm: Norm, positions: Any
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _normalise_first(options: LinearOptions, q: Tensor, k: Tensor, norm: Norm, positions: Any) -> tuple[Tensor, Tensor]:
     check_input("k", k, q, other_length=True)
     if is_sharded(q, k):
         raise ValueError(

@@ -46,7 +46,9 @@ class Attend(Operator):
 
         return launch
 
-    def run(self, call: LinearCall, inputs: Operands, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
+    def run(
+        self, call: LinearCall, inputs: Operands, impl: str, direct: bool, options: Any = (), constants: Any = None
+    ) -> tuple[Tensor, ...]:
         if call.spec.norm_over == "heads" or call.spec.dim == -2:
             from .preparation import prepare_operands
 
@@ -56,7 +58,7 @@ class Attend(Operator):
             return self.run_reference(call, inputs)
         if not _fits_kernels(impl, call, inputs):
             impl = "reference"
-        return super().run(call, inputs, impl, direct, options)
+        return super().run(call, inputs, impl, direct, options, constants)
 
     def split(self, call: LinearCall) -> tuple[Any, ...]:
         attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, _, weights = call
@@ -98,9 +100,7 @@ class Attend(Operator):
         )
         return call, self.gather(call, (q, k, v), tuple(learned))
 
-    def gather(
-        self, call: LinearCall, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]
-    ) -> Operands:  # fmt: skip
+    def gather(self, call: LinearCall, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]) -> Operands:
         q, k, v = rows
         state: Any = learned[8:-1]
         return Operands(q, k, v, learned[0], state, learned[-1])
@@ -150,23 +150,19 @@ class Attend(Operator):
             out += [q.new_empty(shape, dtype=dtype) for shape, dtype in saved]
         return out
 
-    def shape_gradients(
-        self, call: LinearCall, inputs: Operands, grads: Sequence[Tensor]
-    ) -> list[tuple[Tensor, int]]:  # fmt: skip
+    def shape_gradients(self, call: LinearCall, inputs: Operands, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         return [(x, x.shape[3]) for x in inputs[:3]]
 
     def pack_saved(
         self, call: LinearCall, inputs: Operands, needs_gradients: Sequence[bool]
-    ) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
+    ) -> tuple[tuple[Any, ...], Any]:
         attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, launches, weights = call
         one_side = k_tables is q_tables
         tables = q_tables if one_side else (*q_tables, *k_tables)
         tensors = *inputs[:4], cu_seqlens, *weights, *tables, inputs.decay, *inputs.state
         return tensors, (attention, spec, q_layout, k_layout, launches, one_side, len(inputs.state))
 
-    def unpack_saved(
-        self, rest: Any, tensors: Sequence[Any]
-    ) -> tuple[LinearCall, Operands, Sequence[Tensor]]:  # fmt: skip
+    def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[LinearCall, Operands, Sequence[Tensor]]:
         attention, spec, q_layout, k_layout, launches, one_side, num_states = rest
         weights, end = Weights(*tensors[5:9]), 16 if one_side else 23
         q_tables = k_tables = Tables(*tensors[9:16])

@@ -84,7 +84,7 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.CAUSAL_KEYS_SEPARATE: (LinearTile(16, 8, 3),) * 4 + (LinearTile(64, 8, 1),),  # above SEPARATE_STATE
     LinearPass.NORMALIZER: (_64,),
     LinearPass.NORMALIZER_GRADIENT: (_64,),
-}  # fmt: skip
+}
 BOUNDS = (2048, 4096, 8192, 16384, 24576)
 NARROWEST = 16  # minimum number of channels of a tile on matrix units
 # Widths that are split into several tiles. Other widths are padded to a power of two. SUMS is for channels (or pairs)
