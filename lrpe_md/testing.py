@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .engine.core.call import Layout, Tables
+from .engine.core.call import Layout, Positions, Tables
 from .engine.core.norms import take_norm
-from .engine.encode.validate import Positions
 from .engine.linear.call import LinearOptions, Operands, Sides
 from .engine.linear.operator import ATTEND
 from .engine.linear.validate import TensorArguments, validate_linear

@@ -16,8 +16,6 @@ from ...reference import no_autocast, normalise
 from .call import CallerTables, Layout, NormOptions, Spec, Weights
 from .memory import accumulator
 
-__all__ = ["apply_norm", "check_weights", "of_tensor", "take_norm"]
-
 KINDS, OVER = get_args(NormName), get_args(Over)
 _FORMS = {"head": "(D,), (H, D) or (2 or 3, 1 or H, D)", "heads": "(H, D) or (2 or 3, H, D)"}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -29,11 +29,6 @@ from .call import Impl
 from .memory import like_in_memory
 from .projection import find_split
 
-__all__ = [
-    "HAS_TRITON", "IMPLS", "INTERPRETING", "Operator", "Part", "cache_call", "call_cache", "check_impl", "is_direct",
-    "is_plain", "is_sharded", "make_key", "use_triton", "warn_caller", "warn_of_interpreter",
-]  # fmt: skip
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 IMPLS = get_args(Impl)

@@ -24,8 +24,6 @@ from .tables import TABLE_NAMES
 from .validate import check_act, check_input, rotary_slice, validate
 from .views import encode_packed, order_outs, unpack_positions
 
-__all__ = ["is_laid_out", "run_call", "run_encoding", "run_part"]
-
 
 def run_encoding(
     options: Options,

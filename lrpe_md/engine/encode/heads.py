@@ -38,8 +38,6 @@ from .launch import (
 )
 from .plan import Pass, plan_heads
 
-__all__ = ["backward", "forward"]
-
 heads_kernel: Any = kernels.heads_kernel
 
 

@@ -40,21 +40,6 @@ from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
 from ..kernels.signature import pack_numbers
 from .plan import Pass, Plan, Work, plan, share_rows
 
-__all__ = [
-    "Launch",
-    "Rows",
-    "backward",
-    "describe_variant",
-    "forward",
-    "launch_rows",
-    "pack_pairs",
-    "pack_table_strides",
-    "point_to_pairs",
-    "prepare_launch",
-    "recall_launches",
-    "use_affine_if_large",
-]
-
 _NO_NEEDS = Needs()
 Strides = tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and of k in x, dy and the output
 

@@ -13,8 +13,6 @@ from ...checks import can_read, check_dense
 from ..core.call import Call
 from ..inductor.private import is_transforming
 
-__all__ = ["Target", "check_places", "check_target", "take_target", "write"]
-
 FORM = "(B, H, N, D)"
 
 

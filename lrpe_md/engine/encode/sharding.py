@@ -26,8 +26,6 @@ from ..core.sharding import (
     wrap_shard,
 )
 
-__all__ = ["run_shards"]
-
 
 def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Run a call on the local shards. Return DTensors with the placements of xs.

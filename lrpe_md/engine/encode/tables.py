@@ -15,8 +15,6 @@ from ..core.call import Call, CallerTables, CosSin, Layout, Spec
 from ..core.memory import accumulator
 from ..core.operator import warn_caller
 
-__all__ = ["TABLE_NAMES", "check_tables", "find_positional", "replace_angles", "store_angles", "take_tables"]
-
 COS, SIN = TABLE_NAMES = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -16,26 +16,17 @@ from ...positions.grid import Grid
 from ...reference import ACTIVATIONS, MAPS
 from ..core.call import (
     NO_WEIGHTS,
-    Act,
     Call,
     CallerTables,
-    Impl,
     Layout,
     Options,
     Order,
-    Pairs,
-    Positions,
     Spec,
     Tables,
     Weights,
 )
 from ..core.norms import check_weights
 from .tables import TRANSPOSE, check_tables
-
-__all__ = [
-    "WHOLE_PACK", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_input",
-    "check_pairs", "check_unused", "locate", "remedy", "remedy_layout", "rotary_slice", "validate",
-]  # fmt: skip
 
 ORDERS = get_args(Order)
 PAIRS = ("half", "interleaved")

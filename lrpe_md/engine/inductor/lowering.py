@@ -37,8 +37,6 @@ from ..core.memory import split_projection
 from ..core.recording import COMPILER_OPTIONS, KernelLaunch, UnrecordableError, record
 from .private import get_storage_id
 
-__all__ = ["SOURCE", "register", "register_join"]
-
 
 def _hash_source() -> str:
     """Return a hash of the engine's source code.

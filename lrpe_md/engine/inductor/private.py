@@ -17,12 +17,6 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
-__all__ = [
-    "READ_FROM", "are_transforms_active", "assert_async", "copy_each", "enable_recording", "find_backward",
-    "get_storage_id", "has_static_value", "is_exporting", "is_legacy_batched", "is_tracing", "is_transforming",
-    "num_dispatch_modes",
-]  # fmt: skip
-
 _V211, _V214 = "2.11", "2.14"
 READ_FROM: dict[str, str] = {
     "torch._C._are_functorch_transforms_active": _V211,

@@ -34,8 +34,6 @@ from .validate import (
 
 WITH_STATE, WITHOUT_STATE = Results(True), Results(False)
 
-__all__ = ["as_state", "run_encoded", "run_linear_attention"]
-
 
 def as_state(state: Any) -> tuple[Tensor, ...]:
     """Convert a state (S, Σ), (S, None) or None to a tuple of its tensors."""

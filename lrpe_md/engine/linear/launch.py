@@ -41,8 +41,6 @@ from . import plan
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import LinearPass, LinearTile
 
-__all__ = ["backward", "find_saved_shapes", "forward"]
-
 NO_NEEDS = LinearNeeds()
 COLUMNS = 128  # with at least this many features, o of a causal block is faster with tokens as columns
 WARPGROUP_ROWS = 64  # minimum number of rows of the first factor on Hopper's matrix units

@@ -21,8 +21,6 @@ from .call import LinearCall, LinearNeeds, Operands
 from .launch import Grads, LaunchInputs, Pieces, Sizes, SlotStates
 from .plan import LinearPass
 
-__all__ = ["backward", "find_saved_shapes", "forward"]
-
 ROWS = 32  # rows of a transposed state that a program scans
 COLUMNS = 64, 32  # columns per tile of these rows, with TF32 products and without
 SCAN_WARPS = 8

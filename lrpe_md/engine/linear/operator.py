@@ -18,8 +18,6 @@ from ..inductor.private import has_static_value
 from .call import LinearCall, LinearNeeds, Operands, Packing, Results
 from .plan import fits_kernels
 
-__all__ = ["ATTEND"]
-
 
 def _make_angles(call: LinearCall, layout: Layout, tables: Tables, omega: Tensor) -> Angles | None:
     if call.spec.map == "none":

@@ -5,12 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = [
-    "BOUNDS", "CAUSAL_PASSES", "DECAYING", "NORMALIZED", "NORMALIZERS", "PIECE", "SEPARATE", "SEPARATE_STATE", "TILES",
-    "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile", "choose_value_widths", "choose_walk",
-    "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "pad_width", "shrink",
-]  # fmt: skip
-
 
 class LinearPass(Enum):
     FORWARD = "forward"  # one pass

@@ -12,8 +12,6 @@ from ..core.norms import of_tensor
 from ..encode.dispatch import run_call
 from .call import LinearCall, Operands
 
-__all__ = ["prepare_operands"]
-
 
 def prepare_operands(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
     """Apply a norm over all heads or a softmax over the sequence. The linear attention kernels support neither."""

@@ -46,8 +46,6 @@ from .call import LinearCall, Operands, Results
 from .plan import fits_kernels
 from .validate import check_edges, make_empty_frequencies
 
-__all__ = ["run_shards"]
-
 State = tuple[Tensor, ...]
 Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # returns o and, if the flag is set, the state
 

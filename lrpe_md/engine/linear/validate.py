@@ -19,11 +19,6 @@ from ..encode.tables import explain_missing
 from ..encode.validate import WHOLE_PACK, check_act, check_input, check_unused, locate, validate
 from .call import Directions, LinearCall, LinearOptions, NormalizerName, Rule, Sides
 
-__all__ = [
-    "NEVER_NEGATIVE", "PACKED", "TensorArguments", "check_decay_range", "check_edges", "check_eps", "check_gate",
-    "check_normalizer", "check_rule", "check_sequence_softmax", "make_empty_frequencies", "validate_linear",
-]  # fmt: skip
-
 PACKED = f"q, k and v as (1, H, N, D), with cu_seqlens or {WHOLE_PACK}"
 NORMALIZER_NAMES, RULES, DIRECTIONS = get_args(NormalizerName), get_args(Rule), get_args(Directions)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
