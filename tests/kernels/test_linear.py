@@ -192,7 +192,7 @@ def test_long_strides(stride, is_causal):
 
 
 def test_few_heads_are_cut_until_multiprocessors_have_work():
-    summing = linear_plan.choose_walk(False, False)
+    summing = linear_plan.choose_divisor(False, False)
     assert linear_plan.cut_pieces(65536, 1, 8192, summing) == (256, 256)
     assert linear_plan.cut_pieces(8192, 1, 8192, summing) == (64, 128), "shorter pieces than elsewhere"
     assert linear_plan.cut_pieces(8192, 8, 8192, summing) == (32, 256)
@@ -244,7 +244,7 @@ def test_a_single_piece_needs_no_scan(heads, monkeypatch):
 
 
 def test_number_of_programs():
-    summing, causal, raw = (linear_plan.choose_walk(*each) for each in ((False, False), (True, False), (True, True)))
+    summing, causal, raw = (linear_plan.choose_divisor(*each) for each in ((False, False), (True, False), (True, True)))
     cut = linear_plan.cut_pieces
     assert cut(1024, 128, 4096, summing) == (4, 256)
     assert cut(1024, 128, 8192, summing) == (2, 512), "few tokens don't justify a second large state"

@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..core import launching
 from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Needs
-from ..core.launching import (
-    INTERPRETING,
-    count_tokens,
-    current_device,
-    find_table_strides,
-    launches_early,
-    make_readable,
-    materialise,
-    num_groups,
-    pack_grid,
-)
 from ..core.memory import accumulator
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
@@ -43,10 +33,10 @@ heads_kernel: Any = kernels.heads_kernel
 
 def forward(call: Call, xs: list[Tensor]) -> list[Tensor]:
     """Return the encoded tensors."""
-    xs = [materialise(x) for x in xs]
-    readable_call = make_readable(call)
-    with current_device(xs[0]):
-        if num_groups(readable_call) == 1:
+    xs = [launching.materialise(x) for x in xs]
+    readable_call = launching.make_readable(call)
+    with launching.current_device(xs[0]):
+        if launching.num_groups(readable_call) == 1:
             return _run_heads(readable_call, Rows(xs, [], []))[0]
         return launch_rows(_drop_norm(readable_call), Rows(_normalise(readable_call, xs), [], []), dtype=xs[0].dtype)[0]
 
@@ -55,10 +45,10 @@ def backward(
     call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], needs: Needs, outs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Return dx and any needed gradients of ω, φ and weights. If ``outs`` is passed, write dx to it."""
-    grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
-    readable_call = make_readable(call)
-    with current_device(grads[0]):
-        if num_groups(readable_call) == 1:
+    grads, xs = [launching.materialise(g) for g in grads], [launching.materialise(x) for x in xs]
+    readable_call = launching.make_readable(call)
+    with launching.current_device(grads[0]):
+        if launching.num_groups(readable_call) == 1:
             dxs, partials = _run_heads(readable_call, Rows(xs, grads, [], outs), needs)
         else:  # if frequencies differ between heads, norm(x) is written to memory
             wide_dtype = accumulator(grads[0].dtype)
@@ -126,27 +116,27 @@ def _prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, n
     items = batch * num_tokens
     tensors = 1 + (heads_k > 0)
     stage = Pass.DOMEGA if any(needs) else Pass.BACKWARD if dys else Pass.FORWARD
-    work_plan = plan_heads(max(heads_q, heads_k), sum(variant.blocks), items * tensors, stage, INTERPRETING)
+    work_plan = plan_heads(max(heads_q, heads_k), sum(variant.blocks), items * tensors, stage, launching.INTERPRETING)
     programs = max(tensors, work_plan.programs) if items and work_plan.programs else 0
     num_q = (
         programs if tensors == 1 else items if programs == 2 * items else _count_q_programs(programs, heads_q, heads_k)
     )
     variant = variant._replace(
         block_r=work_plan.tiles, block_n=work_plan.heads, weight_by_head=variant.has_weight or variant.has_bias,
-        early=any(needs) and launches_early(),
+        early=any(needs) and launching.launches_early(),
     )  # fmt: skip
     swapped_strides = {name: [(b, n, h, d) for b, h, n, d in group] for name, group in strides.items()}
     num_weights = variant.has_weight + variant.has_bias
     width = num_weights * variant.token_groups * max(heads_q, heads_k) * variant.head_dim
-    *_, positions_b, rotated_b = find_table_strides(call, variant)
-    counts = (*count_tokens(layout), positions_b, rotated_b, heads_q, heads_k, num_q, items, width)
+    *_, positions_b, rotated_b = launching.find_table_strides(call, variant)
+    counts = (*launching.count_tokens(layout), positions_b, rotated_b, heads_q, heads_k, num_q, items, width)
     sums = Sums(
         (programs, 1, variant.num_axes + variant.has_phase, variant.num_channels) if variant.need_dangles else None,
         (programs, width) if needs.norm else None, (num_q, 0), True,
     )  # fmt: skip
     packed = pack_pairs(swapped_strides, variant)
     launch = Launch(programs, outs, sums, packed, variant, {"num_warps": work_plan.num_warps})
-    launch.numbers = pack_numbers(*counts), pack_grid(layout)
+    launch.numbers = pack_numbers(*counts), launching.pack_grid(layout)
     launch.tables = pack_table_strides(call, variant)
     return launch
 

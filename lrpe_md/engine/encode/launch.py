@@ -12,27 +12,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from .. import kernels
+from ..core import launching
 from ..core.call import NO_TABLES, Call, Needs, Variant, Weights
-from ..core.launching import (
-    INTERPRETING,
-    LARGE_GRID,
-    are_long,
-    count_tokens,
-    current_device,
-    cut_channels,
-    describe_tables,
-    find_magic,
-    has_ptx,
-    in_eights,
-    launches_early,
-    limit_registers,
-    make_readable,
-    materialise,
-    num_groups,
-    pack_side,
-    pack_stride,
-    use_affine_positions,
-)
 from ..core.memory import accumulator, like_in_memory, strides_in_memory
 from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
@@ -58,10 +39,10 @@ def forward(
         launch = _recall_forward(call, xs)
         if launch is not None:
             return run_launch(launch, call, Rows(xs, [], []), xs[0].dtype)[0]
-    xs, dtype = [materialise(x) for x in xs], xs[0].dtype
-    readable_call = use_affine_if_large(make_readable(call), dtype, _NO_NEEDS)
+    xs, dtype = [launching.materialise(x) for x in xs], xs[0].dtype
+    readable_call = use_affine_if_large(launching.make_readable(call), dtype, _NO_NEEDS)
     stats = []
-    with current_device(xs[0]):
+    with launching.current_device(xs[0]):
         if call.spec.dim == -2:
             for x in xs:
                 stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(dtype)))
@@ -111,10 +92,10 @@ def backward(
     call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], needs: Needs, outs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Return dx and any needed gradients of ω, φ and weights. If ``outs`` is passed, write dx to it."""
-    grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
-    readable_call = make_readable(call)
+    grads, xs = [launching.materialise(g) for g in grads], [launching.materialise(x) for x in xs]
+    readable_call = launching.make_readable(call)
     is_sequence_softmax = call.spec.dim == -2
-    with current_device(grads[0]):
+    with launching.current_device(grads[0]):
         inner_call = readable_call
         if is_sequence_softmax:
             inner_call = readable_call._replace(spec=call.spec._replace(act="none"))
@@ -170,9 +151,9 @@ class Launch:
 
 def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
     """Apply :func:`use_affine_positions` to a large grid if the kernel uses the hardware's sine and cosine."""
-    if max(call.layout.sizes, default=0) <= LARGE_GRID or not _is_fast(dtype, call.weights, needs):
+    if max(call.layout.sizes, default=0) <= launching.LARGE_GRID or not _is_fast(dtype, call.weights, needs):
         return call
-    return use_affine_positions(call)
+    return launching.use_affine_positions(call)
 
 
 def launch_rows(
@@ -294,7 +275,7 @@ def prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, ne
     if not spec.dim and variant.aligned and spec.norm == "none":
         variant = _flatten_channels(variant, num_tokens)
 
-    groups = max(1, num_groups(call))
+    groups = max(1, launching.num_groups(call))
     group0, group1 = heads0 // groups, heads1 // groups
     samples = batch if variant.by_sample else 1
     num_rows = num_tokens * max(1, variant.flat)
@@ -307,11 +288,11 @@ def prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, ne
         activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
         width=_find_tile_width(variant), itemsize=dtype.itemsize, samples=samples,
         step=variant.flat if variant.flat and has_sums else 1,  # keeps each thread on the same channels
-        interpreting=INTERPRETING, rows_per_weight=rows_per_weight, tables=variant.tables,
+        interpreting=launching.INTERPRETING, rows_per_weight=rows_per_weight, tables=variant.tables,
     )  # fmt: skip
     work_plan = plan(work)
     tile = {name: getattr(work_plan, name) for name in ("block_r", "block_n", "stages", "rows_first")}
-    variant = variant._replace(**tile, early=has_sums and launches_early())
+    variant = variant._replace(**tile, early=has_sums and launching.launches_early())
     num_blocks = triton.cdiv(num_rows, work_plan.block_n)
     token_programs = work_plan.token_programs if num_blocks else 0
     parts_per_sample, num_runs = share_rows(span, group0 + group1, work_plan.rows_per_program)
@@ -320,7 +301,7 @@ def prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, ne
     tokens_first = outs[0][1][2] <= outs[0][1][1]  # so that concurrent programs access adjacent memory
     if not tokens_first:
         first, second = second, first
-    magics, shifts = zip(*map(find_magic, (first, second, groups, group0 + group1, num_runs)), strict=True)
+    magics, shifts = zip(*map(launching.find_magic, (first, second, groups, group0 + group1, num_runs)), strict=True)
     programs_numbers = pack_numbers(
         int(tokens_first), first, second, groups, parts_per_sample, span, work_plan.rows_per_program, group0, group1,
         num_blocks, num_runs, batch,
@@ -331,8 +312,8 @@ def prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, ne
     sums = _count_sums(variant, programs, groups, (num_walks * groups * q_parts, rows_per_head))
     layouts = _drop_equal_layouts(outs, sources, dtype)
     launch = Launch(programs, layouts, sums, pack_pairs(strides, variant), variant, _compiler_options(work_plan))
-    launch.counts = count_tokens(call.layout)
-    launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *pack_side(call, variant)
+    launch.counts = launching.count_tokens(call.layout)
+    launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *launching.pack_side(call, variant)
     launch.norm_numbers = pack_numbers(q_parts, num_runs * samples)
     launch.tables = pack_table_strides(call, variant)
     if rows.start is not None:
@@ -381,10 +362,10 @@ def describe_variant(
     ]
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
     all_strides = [stride for group in strides.values() for stride in group]
-    aligned = aligned and in_eights(head_dim, all_strides)
+    aligned = aligned and launching.in_eights(head_dim, all_strides)
     has_tables = cos_sin.cos is not None
-    tiles = cut_channels(spec, head_dim)
-    fields = describe_tables(tables, weights)
+    tiles = launching.cut_channels(spec, head_dim)
+    fields = launching.describe_tables(tables, weights)
     fields["by_sample"] = fields["by_sample"] or (has_tables and cos_sin.by_sample)
     is_index = tables.coords is None and tables.origin is None and not fields["affine"]
     wide, fast = dtype == torch.float64, _is_fast(dtype, weights, needs)
@@ -394,8 +375,8 @@ def describe_variant(
         has_k=len(strides["o"]) == 2, has_start=rows.start is not None, need_dweight=needs.norm,
         wide=wide, fast=fast and not has_tables,
         # Integers can count angles if positions are indices. They would not improve the hardware's approximations.
-        fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(has_ptx(dtype)),
-        aligned=aligned, long=are_long(all_strides, 8 if aligned else 1),
+        fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(launching.has_ptx(dtype)),
+        aligned=aligned, long=launching.are_long(all_strides, 8 if aligned else 1),
     )  # fmt: skip
     return outs, strides, variant
 
@@ -447,25 +428,24 @@ def _find_tile_width(variant: Variant) -> int:
 
 def pack_pairs(strides: dict[str, list[tuple[int, ...]]], variant: Variant) -> Strides:
     """Return the packed strides of q and k in x, dy and the output."""
-    return tuple(
-        tuple(pack_stride(stride, variant.aligned, variant.long) for stride in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2])
-        for group in strides.values()
-    )
+    aligned, long, zeros = variant.aligned, variant.long, (0, 0, 0, 0)
+    pairs = [[*group, zeros, zeros][:2] for group in strides.values()]
+    return tuple(tuple(launching.pack_stride(stride, aligned, long) for stride in pair) for pair in pairs)
 
 
 def _compiler_options(work_plan: Plan) -> dict[str, Any]:
-    return {"num_warps": work_plan.num_warps, **limit_registers(work_plan.max_registers)}
+    return {"num_warps": work_plan.num_warps, **launching.limit_registers(work_plan.max_registers)}
 
 
 def _are_rows_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
     """Return whether every row is 16-byte aligned and strides are multiples of 8 elements."""
-    return all(t.data_ptr() % 16 == 0 for t in tensors) and in_eights(head_dim, [t.stride() for t in tensors])
+    return all(t.data_ptr() % 16 == 0 for t in tensors) and launching.in_eights(head_dim, [t.stride() for t in tensors])
 
 
 def _is_fast(dtype: torch.dtype, weights: Weights, needs: Needs) -> bool:
     """Return whether to use CUDA's sine and cosine. They are accurate enough for 16-bit outputs, but not for dω."""
     dtypes = [dtype] + [t.dtype for t in weights if t is not None and needs.norm]
-    return all(d.itemsize == 2 for d in dtypes) and not (needs.omega or needs.phase) and has_ptx(dtype)
+    return all(d.itemsize == 2 for d in dtypes) and not (needs.omega or needs.phase) and launching.has_ptx(dtype)
 
 
 def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
@@ -474,16 +454,16 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
         return
     batch, heads, num_tokens, head_dim = x.shape
     block_d = 16
-    block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if INTERPRETING else 128
+    block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if launching.INTERPRETING else 128
     tensors = [t for t in (x, g, dx) if t is not None]
     aligned = _are_rows_aligned(head_dim, tensors)
-    long = are_long([t.stride() for t in tensors], 8 if aligned else 1)
+    long = launching.are_long([t.stride() for t in tensors], 8 if aligned else 1)
     x_strides, g_strides, dx_strides = (
-        pack_stride((0, 0, 0, 0) if t is None else t.stride(), aligned, long) for t in (x, g, dx)
+        launching.pack_stride((0, 0, 0, 0) if t is None else t.stride(), aligned, long) for t in (x, g, dx)
     )
     variant = Variant(
         act="softmax", dim=-2, num_channels=head_dim, head_dim=head_dim, backward=g is not None,
-        wide=x.dtype == torch.float64, functions=int(has_ptx(x.dtype)), aligned=aligned,
+        wide=x.dtype == torch.float64, functions=int(launching.has_ptx(x.dtype)), aligned=aligned,
         long=long, block_n=block_n, block_c=block_d,
     )  # fmt: skip
     args = (x, g, dx, stat, x_strides, g_strides, dx_strides, batch, heads, num_tokens)

@@ -14,26 +14,8 @@ from triton.runtime.errors import OutOfResources
 
 from ...reference import ACTIVATIONS, split_pairs
 from .. import kernels
-from ..core import recording
+from ..core import launching, recording
 from ..core.call import Call, Layout, Needs, Spec, Variant, Weights
-from ..core.launching import (
-    INTERPRETING,
-    are_long,
-    count_tokens,
-    current_device,
-    cut_channels,
-    cut_width,
-    describe_tables,
-    has_ptx,
-    launches_early,
-    lay_weight,
-    limit_registers,
-    materialise_each,
-    pack_side,
-    pack_stride,
-    read_sides,
-    strides_in_eights,
-)
 from ..core.memory import accumulator, like_in_memory
 from ..core.reduction import Partials, Sums, reduce_partial, reduce_weights
 from ..kernels.signature import pack_numbers
@@ -85,7 +67,7 @@ def derive_sizes(call: LinearCall, operands: Operands) -> Sizes:
     raw = spec.map == spec.act == spec.norm == call.attention.normalizer == "none"
     raw = raw and operands.q.dtype == torch.bfloat16 and operands.gate is None
     dtype, one_side = operands.q.dtype, call.has_one_side
-    operand = dtype if dtype.itemsize > 2 else torch.float32 if INTERPRETING else torch.bfloat16
+    operand = dtype if dtype.itemsize > 2 else torch.float32 if launching.INTERPRETING else torch.bfloat16
     return Sizes(
         batch, groups, heads // groups, num_queries, num_keys, head_dim, v_dim, features, sums, raw, one_side,
         accumulator(dtype), operand,
@@ -132,8 +114,8 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
     piece. Tables are cached forever, so set ``makes_table`` to False if you only need the number of pieces.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
-    walk, state = plan.choose_walk(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
-    count, length = plan.cut_pieces(num_tokens, sizes.rows, state, walk)
+    divisor, state = plan.choose_divisor(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
+    count, length = plan.cut_pieces(num_tokens, sizes.rows, state, divisor)
     table, num_slots = None, 1
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
@@ -263,7 +245,7 @@ class LaunchInputs:
         self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NO_NEEDS
     ) -> None:
         self.call, self.needs, gate = call, needs, operands.gate
-        self.q, self.k, self.v, self.do, self.gate = materialise_each(*operands[:3], do, gate)
+        self.q, self.k, self.v, self.do, self.gate = launching.materialise_each(*operands[:3], do, gate)
         launches = {} if call.launches is None else call.launches
         sizes = launches.get("sizes")
         if sizes is None:
@@ -275,14 +257,14 @@ class LaunchInputs:
             self.gate = self.gate.view(torch.uint8)
         sides = Call(call.spec, call.q_layout, call.q_tables), Call(call.spec, call.k_layout, call.k_tables)
         if call.spec.map != "none":
-            sides = read_sides(*sides, sizes.one_side, self.narrow)
+            sides = launching.read_sides(*sides, sizes.one_side, self.narrow)
         self.q_side, self.k_side = sides[0], sides[0] if sizes.one_side else sides[1]
         if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
             self.q_side, self.k_side = _add_zero_phase(self.q_side), _add_zero_phase(self.k_side)
         self.sides = (self.q_side, self.k_side)
         self.weights = call.weights
         if call.spec.norm != "none":
-            self.weights = Weights(*(None if t is None else lay_weight(t) for t in call.weights))
+            self.weights = Weights(*(None if t is None else launching.lay_weight(t) for t in call.weights))
         self.state, self.decay = operands.state, operands.decay
         self.log_decay: Tensor | None = None  # log g (B, H_k, N), with a causal mask
         self.decay_per_head = False
@@ -328,29 +310,29 @@ class LaunchInputs:
         spec = spec if sizes.raw else _pair_channels(spec, sizes.head_dim)
         tensors = [*self.tensors, *outs]
         aligned = self.is_16_byte_aligned and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
-        aligned = aligned and all(strides_in_eights(t.stride()) for t in tensors)
+        aligned = aligned and all(launching.strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
         causal = self.call.attention.mask == "causal"
         choose = plan.pad_width if causal else partial(plan.choose_widths, stage=stage)
-        tiles = cut_channels(spec, sizes.head_dim, choose, plan.pad_width)
-        values = cut_width(0, sizes.v_dim, plan.pad_width if causal else plan.choose_value_widths)
+        tiles = launching.cut_channels(spec, sizes.head_dim, choose, plan.pad_width)
+        values = launching.cut_width(0, sizes.v_dim, plan.pad_width if causal else plan.choose_value_widths)
         v_begins, v_widths, v_blocks = zip(*values, strict=True)
-        ptx = has_ptx(self.dtype)
+        ptx = launching.has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
         normalizer = self.call.attention.normalizer
         is_separate = causal and normalizer == "unrotated" and state > plan.SEPARATE_STATE and self.log_decay is None
         rows = plan.SEPARATE if is_separate else self._choose_rows(spec)
-        tile = plan.choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
+        tile = plan.choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, launching.INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
             keys = rows.get(LinearPass.CAUSAL_KEYS, LinearPass.CAUSAL_KEYS)
-            block_n = plan.choose_tile(keys, state, self.dtype.itemsize, INTERPRETING, regular).block_n
+            block_n = plan.choose_tile(keys, state, self.dtype.itemsize, launching.INTERPRETING, regular).block_n
             tile = tile._replace(block_n=block_n)
         single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == len(v_blocks) == 1
-        single_layout = single_layout and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
+        single_layout = single_layout and (launching.INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
         output_transposed = single_layout and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
-        fields = describe_tables(tables, self.weights)
+        fields = launching.describe_tables(tables, self.weights)
         if spec.map == "none":
             fields["num_axes"] = 0
         sum_blocks = {"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[normalizer]
@@ -360,7 +342,7 @@ class LaunchInputs:
             wide=self.dtype == torch.float64, fast=self.narrow and ptx,
             fixed=tables.coords is tables.origin is tables.affine is None and self.dtype != torch.float64,
             functions=2 if self.narrow and ptx else int(ptx),
-            aligned=aligned, long=are_long([t.stride() for t in tensors], unit),
+            aligned=aligned, long=launching.are_long([t.stride() for t in tensors], unit),
             block_n=tile.block_n, stages=tile.stages,
             tokens_as_n=_has_tokens_as_n(causal, single_layout, tile.block_n), single_layout=single_layout,
             output_transposed=output_transposed,
@@ -378,7 +360,7 @@ class LaunchInputs:
             sum_blocks=sum_blocks, sum_begins=tuple(accumulate(sum_blocks, initial=0)),
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
             memory="sum" if self.log_decay is None else "add", decay_per_head=self.decay_per_head,
-            need_ddecay=need_ddecay, early=stage in EARLY and not causal and launches_early(),
+            need_ddecay=need_ddecay, early=stage in EARLY and not causal and launching.launches_early(),
         )  # fmt: skip
         return replace_fields(variant, changes), _make_options(tile, variant.early and stage is LinearPass.QUERY_STATE)
 
@@ -430,7 +412,8 @@ class LaunchInputs:
             key = "numbers", side is self.q_side
             numbers = self.cache.get(key)
             if numbers is None:
-                numbers = self.cache[key] = pack_numbers(*count_tokens(side.layout)), *pack_side(side, variant)
+                counts = pack_numbers(*launching.count_tokens(side.layout))
+                numbers = self.cache[key] = (counts, *launching.pack_side(side, variant))
             tables = (*side.tables, numbers)
         if side.spec.norm != "none":
             norm = (*weights, pack_numbers(layout.start - layout.prefix, layout.num_grid_tokens))
@@ -444,7 +427,7 @@ class LaunchInputs:
 def _make_options(tile: LinearTile, starts_early: bool) -> dict[str, Any]:
     """Return the compiler options. ``starts_early`` starts the kernel while the previous one is still running."""
     early = {"launch_pdl": True} if starts_early else {}
-    return {"num_warps": tile.num_warps, **limit_registers(tile.max_registers), **early}
+    return {"num_warps": tile.num_warps, **launching.limit_registers(tile.max_registers), **early}
 
 
 def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
@@ -465,7 +448,7 @@ def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
 
 def name_operand(dtype: torch.dtype) -> str:
     """Return the name of the rounding that ``to_operand`` in kernels/features.py applies to factors of a product."""
-    return "same" if dtype.itemsize > 2 else "rounded" if INTERPRETING else "bfloat16"
+    return "same" if dtype.itemsize > 2 else "rounded" if launching.INTERPRETING else "bfloat16"
 
 
 def _share_sums(block_c: int, tile: LinearTile) -> int:
@@ -502,7 +485,7 @@ def _add_zero_phase(side: Call) -> Call:
 
 def with_strides(variant: Variant, *tensors: Any) -> tuple:
     """Return pairs of a tensor and its packed strides, in the form that the kernels expect."""
-    return tuple([(t, pack_stride(t.stride(), variant.aligned, variant.long)) for t in tensors])
+    return tuple([(t, launching.pack_stride(t.stride(), variant.aligned, variant.long)) for t in tensors])
 
 
 def gate_with_strides(gate: Tensor | None) -> tuple:
@@ -569,7 +552,7 @@ def forward(
     inputs = LaunchInputs(call, operands)
     sizes, is_causal = inputs.sizes, call.attention.mask == "causal"
     o = like_in_memory(inputs.q, sizes.v_dim)
-    with current_device(inputs.q):
+    with launching.current_device(inputs.q):
         if sum_as is None and is_one_pass(call, sizes, bool(operands.state) or return_state, keep):
             variant, options = inputs.describe(LinearPass.FORWARD, None, [o])
             tensors = with_strides(variant, inputs.q, inputs.k, inputs.v, o)
@@ -645,7 +628,7 @@ def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
 
     States that are returned in float32 need this precision.
     """
-    return {"functions": int(has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
+    return {"functions": int(launching.has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
 
 
 def sum_causal_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
@@ -927,7 +910,7 @@ def backward(
     dq, dk, dv = outs or (like_in_memory(t, t.shape[3]) for t in (inputs.q, inputs.k, inputs.v))
     q_weights, k_weights = _allocate_weight_sums(inputs, q_rows * sizes.rows, k_rows * sizes.rows, one_pass)
     written_grads = Grads(dq, dk, dv, dgate, partial, q_partial, k_partial, q_weights, k_weights)
-    with current_device(inputs.q):
+    with launching.current_device(inputs.q):
         if one_pass:
             state_gradients = []
             differentiate_one_pass(inputs, written_grads)

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from .. import kernels
+from ..core import launching
 from ..core.call import Variant
 from ..kernels.signature import pack_numbers
 from . import launch
@@ -217,7 +218,7 @@ def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
 
     If ``aligned`` is set, the sizes of states are passed in units of UNIT elements, so loads can be wide.
     """
-    fast, sizes = inputs.narrow and launch.has_ptx(inputs.dtype), inputs.sizes
+    fast, sizes = inputs.narrow and launching.has_ptx(inputs.dtype), inputs.sizes
     columns = min(COLUMNS[0 if fast else 1], max(16, triton.next_power_of_2(sizes.num_features)))
     return {
         "fast": fast, "block_c": columns, "width": sizes.num_features, "wide": inputs.acc == torch.float64,

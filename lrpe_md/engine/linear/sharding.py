@@ -24,24 +24,12 @@ from torch import Tensor
 from ...reference import no_autocast
 from ...reference_memory import lay_out_decay
 from ...reference_products import product
+from ..core import sharding
 from ..core.call import Layout, Tables, Weights
 from ..core.memory import accumulator
 from ..core.norms import of_tensor
 from ..core.operator import is_sharded
-from ..core.sharding import (
-    BATCH,
-    HEADS,
-    TOKENS,
-    check_cut,
-    check_mesh,
-    check_placements,
-    count_ranks,
-    local_part,
-    local_positions,
-    local_weights,
-    take_local,
-    wrap_shard,
-)
+from ..core.sharding import BATCH, HEADS, TOKENS
 from .call import LinearCall, Operands, Results
 from .plan import fits_kernels
 from .validate import check_edges, make_empty_frequencies
@@ -66,15 +54,15 @@ def run_shards(
 
     q, k, v, gate, state, decay = operands
     placed: Any = (q, k, v)
-    check_placements(call.spec, placed, call.q_tables.omega, call.q_tables.phase)
-    check_mesh("norm.weight, norm.bias", call.weights, "q", placed[0])
+    sharding.check_placements(call.spec, placed, call.q_tables.omega, call.q_tables.phase)
+    sharding.check_mesh("norm.weight, norm.bias", call.weights, "q", placed[0])
     _check_placements(call, *placed)
     local = _localize(call, q, k)
     _check_blocks_of_ranks(call, q)
     partial_axes = _find_partial_axes(q, k)
     here = Operands(
         _local(q, q), _local(k, q), _local(v, q), gate if gate is None else _local_gate(gate, k, partial_axes),
-        tuple(_share_gradient(take_local(t, k, {BATCH: 0, HEADS: 1}), k, partial_axes) for t in state),
+        tuple(_share_gradient(sharding.take_local(t, k, {BATCH: 0, HEADS: 1}), k, partial_axes) for t in state),
         decay if decay is None else _local_decay(decay, (call, local), k, partial_axes),
     )  # fmt: skip
     over_tokens = [i for i, p in enumerate(placed[1].placements) if p.is_shard(TOKENS)]
@@ -87,7 +75,7 @@ def run_shards(
     else:
         o, after = run(local, here, return_state)
     states = [_whole_state(t, q, k) for t in after] if return_state else []
-    return wrap_shard(o, q, v.shape[3]), *states
+    return sharding.wrap_shard(o, q, v.shape[3]), *states
 
 
 def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
@@ -345,26 +333,26 @@ def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
                 f"k: expected q's placements {tuple(q.placements)}, or Replicate() (with one key head, or if the "
                 f"queries' tokens are sharded), got {tuple(k.placements)}; call k.redistribute first"
             )
-    if call.cu_seqlens is not None and count_ranks(q, TOKENS) * count_ranks(q, BATCH) > 1:
+    if call.cu_seqlens is not None and sharding.count_ranks(q, TOKENS) * sharding.count_ranks(q, BATCH) > 1:
         raise ValueError(
             f"cu_seqlens: expected all tokens on each rank, got q with a sharded batch or sharded tokens, "
             f"{tuple(q.placements)}"
         )
     if sum(p.is_shard(TOKENS) for p in k.placements) > 1:
         raise ValueError(f"q: expected tokens sharded over a single mesh dimension, got {tuple(q.placements)}")
-    if k.shape[1] % count_ranks(k, HEADS):
+    if k.shape[1] % sharding.count_ranks(k, HEADS):
         raise ValueError(
-            f"k: expected a number of heads divisible by {count_ranks(k, HEADS)} (the number of ranks), or 1 "
+            f"k: expected a number of heads divisible by {sharding.count_ranks(k, HEADS)} (the number of ranks), or 1 "
             f"replicated head, got {k.shape[1]}"
         )
     for tables, x in ((call.q_tables, q), (call.k_tables, k)):
-        check_cut(tables, x)
-        local_part(x, HEADS)
+        sharding.check_cut(tables, x)
+        sharding.local_part(x, HEADS)
 
 
 def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
     """Check the blocks of all ranks on every rank. If only one rank raised an error, the other ranks would hang."""
-    num_ranks, num_tokens = count_ranks(q, TOKENS), q.shape[2]
+    num_ranks, num_tokens = sharding.count_ranks(q, TOKENS), q.shape[2]
     if call.attention.mask != "block" or num_ranks == 1:
         return
     if call.q_tables.coords is not None:
@@ -403,17 +391,17 @@ def _local(x: Any, q: Any) -> Tensor:
 
 def _local_gate(gate: Any, k: Any, partial_axes: list[int]) -> Tensor:
     dims = {BATCH: 0, TOKENS: 2} if gate.shape[1] == 1 else {BATCH: 0, HEADS: 1, TOKENS: 2}
-    return _share_gradient(take_local(gate, k, dims), k, partial_axes)
+    return _share_gradient(sharding.take_local(gate, k, dims), k, partial_axes)
 
 
 def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, partial_axes: list[int]) -> Tensor:
     """Return the decays of this rank's samples, heads and blocks. ``calls`` is (global call, local call)."""
     sizes = {HEADS: 0} if decay.ndim == 1 else {BATCH: 0, HEADS: 1}
     dims = {dim: place for dim, place in sizes.items() if decay.shape[place] > 1}
-    found = _share_gradient(take_local(decay, k, dims), k, partial_axes)
-    if decay.ndim == 1 or count_ranks(k, TOKENS) == 1:
+    found = _share_gradient(sharding.take_local(decay, k, dims), k, partial_axes)
+    if decay.ndim == 1 or sharding.count_ranks(k, TOKENS) == 1:
         return found
-    (start, length), block = local_part(k, TOKENS), calls[0].attention.block
+    (start, length), block = sharding.local_part(k, TOKENS), calls[0].attention.block
     if calls[0].attention.mask == "block":
         prefix, own = calls[0].k_layout.ends[0], calls[1].k_layout.ends
         start, length = max(0, start - prefix) // block, (length - sum(own)) // block
@@ -432,8 +420,8 @@ def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
         # q and k share one tensor of frequencies, so autograd adds their gradients before ranks communicate.
         k_tables = k_tables._replace(omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords)
     in_rows = call.spec.map != "none"  # without a map, the layout of a shard keeps its prefix and suffix
-    of_q = local_weights(of_tensor(call.weights, 0), call.q_layout, q, in_rows)
-    of_k = local_weights(of_tensor(call.weights, 1), call.k_layout, k, in_rows)
+    of_q = sharding.local_weights(of_tensor(call.weights, 0), call.q_layout, q, in_rows)
+    of_k = sharding.local_weights(of_tensor(call.weights, 1), call.k_layout, k, in_rows)
     weight_k, bias_k = (None if t is None else _share_gradient(t, k, partial_axes) for t in of_k[:2])
     cu_seqlens: Any = call.cu_seqlens
     return call._replace(
@@ -445,8 +433,8 @@ def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
 
 def _local_side(call: LinearCall, layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:
     if call.spec.map != "none":
-        return local_positions(layout, tables, x)
-    start, length = local_part(x, TOKENS)
+        return sharding.local_positions(layout, tables, x)
+    start, length = sharding.local_part(x, TOKENS)
     return layout._replace(num_tokens=length, start=layout.start + start), tables
 
 
@@ -459,7 +447,7 @@ def _whole_state(t: Tensor, q: Any, k: Any) -> Tensor:
         placements.append(theirs if cut else Replicate())
         if ours.is_shard() and not cut:
             t = _ChangeGradient.apply(t, _keep_first, q.device_mesh.get_group(axis))
-    batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples or of packed sequences
+    batch = k.shape[0] if sharding.count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples or of packed sequences
     shape = torch.Size((batch, k.shape[1], *t.shape[2:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(t.contiguous(), q.device_mesh, placements, run_check=False, shape=shape, stride=stride)
