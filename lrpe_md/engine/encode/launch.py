@@ -19,7 +19,7 @@ from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
 from ..kernels.signature import pack_numbers
-from .plan import Pass, Plan, Work, plan, share_rows
+from .plan import Pass, Work, plan, share_rows
 
 _NO_NEEDS = Needs()
 Strides = tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and of k in x, dy and the output
@@ -311,7 +311,8 @@ def prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, ne
     rows_per_head = num_walks if needs.norm and variant.weight_by_head else 0
     sums = _count_sums(variant, programs, groups, (num_walks * groups * q_parts, rows_per_head))
     layouts = _drop_equal_layouts(outs, sources, dtype)
-    launch = Launch(programs, layouts, sums, pack_pairs(strides, variant), variant, _compiler_options(work_plan))
+    options = {"num_warps": work_plan.num_warps, **launching.limit_registers(work_plan.max_registers)}
+    launch = Launch(programs, layouts, sums, pack_pairs(strides, variant), variant, options)
     launch.counts = launching.count_tokens(call.layout)
     launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *launching.pack_side(call, variant)
     launch.norm_numbers = pack_numbers(q_parts, num_runs * samples)
@@ -433,15 +434,6 @@ def pack_pairs(strides: dict[str, list[tuple[int, ...]]], variant: Variant) -> S
     return tuple(tuple(launching.pack_stride(stride, aligned, long) for stride in pair) for pair in pairs)
 
 
-def _compiler_options(work_plan: Plan) -> dict[str, Any]:
-    return {"num_warps": work_plan.num_warps, **launching.limit_registers(work_plan.max_registers)}
-
-
-def _are_rows_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
-    """Return whether every row is 16-byte aligned and strides are multiples of 8 elements."""
-    return all(t.data_ptr() % 16 == 0 for t in tensors) and launching.in_eights(head_dim, [t.stride() for t in tensors])
-
-
 def _is_fast(dtype: torch.dtype, weights: Weights, needs: Needs) -> bool:
     """Return whether to use CUDA's sine and cosine. They are accurate enough for 16-bit outputs, but not for dω."""
     dtypes = [dtype] + [t.dtype for t in weights if t is not None and needs.norm]
@@ -456,8 +448,9 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
     block_d = 16
     block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if launching.INTERPRETING else 128
     tensors = [t for t in (x, g, dx) if t is not None]
-    aligned = _are_rows_aligned(head_dim, tensors)
-    long = launching.are_long([t.stride() for t in tensors], 8 if aligned else 1)
+    strides = [t.stride() for t in tensors]
+    aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and launching.in_eights(head_dim, strides)
+    long = launching.are_long(strides, 8 if aligned else 1)
     x_strides, g_strides, dx_strides = (
         launching.pack_stride((0, 0, 0, 0) if t is None else t.stride(), aligned, long) for t in (x, g, dx)
     )

@@ -1,9 +1,7 @@
 """Wrap private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
 
 ``READ_FROM`` maps each name to the torch version in which we looked it up, and includes the names in lowering.py,
-core/recording.py and the integrations. A test looks up all names, and reports any that a new version of torch has
-removed. Attributes of objects, such as ``_cdata``, are not listed. If torch removes a name that is bound at module
-level, the import fails. If it removes any other name, calls fail.
+core/recording.py and the integrations, but no attributes of objects. A test reports names that torch has removed.
 """
 
 from __future__ import annotations
