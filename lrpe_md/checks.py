@@ -188,8 +188,11 @@ def show_value(value: Any) -> str:
     return a_or_an(type(value).__name__) if isinstance(value, Tensor) or len(text) > 120 else text
 
 
-def check_dense(name: str, value: Any, form: str) -> None:
-    """Check that a value is a dense, strided tensor. ``form`` describes the expected shape in the error."""
+def check_dense(name: str, value: Any, form: str, x: Tensor | None = None, owner: str = "x") -> None:
+    """Check that a value is a dense, strided tensor and, if x is passed, that it is on the device of x.
+
+    ``form`` describes the expected shape in the error, and ``owner`` is the name of x.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor of shape {form}, got {type(value).__name__}")
     if value.is_nested:
@@ -199,6 +202,8 @@ def check_dense(name: str, value: Any, form: str) -> None:
         )
     if value.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor of shape {form}, got {value.layout}; call to_dense()")
+    if x is not None and value.device != x.device:
+        raise ValueError(f"{name}: expected a tensor on {owner}'s device {x.device}, got {value.device}")
 
 
 def is_real(t: Tensor) -> bool:

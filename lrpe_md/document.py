@@ -22,7 +22,6 @@ from .engine.encode.operator import ENCODE
 from .engine.encode.tables import replace_angles, store_angles
 from .engine.encode.validate import check_input, rotary_slice, validate
 from .engine.encode.views import encode_packed
-from .engine.inductor.private import is_transforming
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
 from .functional import cosine, rotate
 from .positions.grid import Grid
@@ -81,7 +80,7 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     (docs/tuning.md), and cause more memory traffic if each head has its own θ.
     """
     call = _cosine_call(x, theta, **kwargs)
-    use_triton("triton", x, (), is_transforming())
+    use_triton("triton", x, ())
     call = replace_angles(call, store_angles(call), x.dtype)
     return ENCODE.run_kernels(call, (x,), ENCODE.list_learned(call, ()), is_direct((x, *call.tables)))[0]
 
@@ -227,7 +226,7 @@ def _rotate_call(
 
 
 def _forward(x: Tensor, call: Call) -> list[Tensor]:
-    use_triton("triton", x, (), is_transforming())
+    use_triton("triton", x, ())
     return ENCODE.forward(call, (x,), (), is_direct((x, *call.tables)))
 
 
@@ -238,7 +237,7 @@ def _backward(
     with torch.enable_grad():
         call = make_call(x, theta)
     spec, omega = call.spec, call.tables.omega
-    use_triton("triton", x, (), is_transforming())
+    use_triton("triton", x, ())
     _check_like("do", do, (*x.shape[:3], spec.out_dim(x.shape[3])), x.dtype, x.device)
     if theta_cache is not None:
         cached = (omega.shape[0], x.shape[2], omega.shape[1])

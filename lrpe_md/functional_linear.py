@@ -85,13 +85,10 @@ def linear_attention(
     k̂ is computed from k in the same way. The cost is linear in the number of tokens, and q̂ and k̂ are never written
     to memory.
 
-    Speed: on an H100 in bfloat16 with head_dim 64, linear attention is faster than softmax attention (PyTorch's fastest
-    backend, without positions) above about 200 tokens. At 200 tokens, the forward pass takes 90% of the time of softmax
-    attention, and the backward pass takes two thirds. At 4,096 tokens, both passes are about ten times as fast, and at
-    32,760 tokens about a hundred times. With a causal mask at 8,192 tokens, both passes are six times as fast. Compared
-    with softmax attention and no positions, a compiled training step of a ViT-B/16 is 7% faster at 224 pixels and takes
-    55% of the time at 1,024 pixels. For shorter sequences, prefer softmax attention, which is at least as fast. The
-    measurements are in benchmark-linear.csv, linear-training.csv and linear-scaling.csv in scripts/results.
+    On an H100 in bfloat16 with head_dim 64, linear attention is faster than softmax attention (PyTorch's fastest
+    backend, without positions) above about 200 tokens. For shorter sequences, prefer softmax attention, which is at
+    least as fast. At 4,096 tokens, both passes are about ten times as fast, and with a causal mask at 8,192 tokens, six
+    times. The measurements are in benchmark-linear.csv, linear-training.csv and linear-scaling.csv in scripts/results.
 
     Args:
         q, k, v: tensors (B, H_q, N_q, D), (B, H_k, N_k, D) and (B, H_k, N_k, D_v) with any strides. H_k must divide H_q

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .engine.encode.validate import Pairs, check_pairs, rotary_slice
+from .engine.core.call import Pairs
+from .engine.encode.validate import check_pairs, rotary_slice
 from .reference import join_pairs, split_pairs
 
 __all__ = ["convert_pairs"]

@@ -24,19 +24,10 @@ from ..checks import (
     plural,
     show_value,
 )
+from ..engine.core.call import Act, Impl, Order, Pairs, Positions
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import explain_missing, find_positional
-from ..engine.encode.validate import (
-    Act,
-    Impl,
-    Order,
-    Pairs,
-    Positions,
-    check_act,
-    explain_unknown_keyword,
-    remedy_layout,
-    rotary_slice,
-)
+from ..engine.encode.validate import check_act, explain_unknown_keyword, remedy_layout, rotary_slice
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
 from ..engine.linear.call import Description

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_dense, check_frequencies, plural
-from ..engine.encode.validate import WHOLE_PACK, Act, Impl, Pairs, Positions, check_input, check_pairs, rotary_slice
+from ..engine.core.call import Act, Impl, Pairs, Positions
+from ..engine.encode.validate import WHOLE_PACK, check_input, check_pairs, rotary_slice
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..frequencies.axial import AxisOrder, sequence_omega
 from ..norm import Norm

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_dense, invalid_positions, show_value, split_pair
-from ..engine.encode.validate import Pairs, Positions, check_pairs, remedy, rotary_slice
+from ..engine.core.call import Pairs, Positions
+from ..engine.encode.validate import check_pairs, remedy, rotary_slice
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..reference import join_pairs

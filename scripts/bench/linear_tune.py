@@ -14,7 +14,7 @@ import torch
 
 from lrpe_md import linear_attention
 from lrpe_md.engine.core.operator import call_cache
-from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.plan import (
     BOUNDS,
     CAUSAL_PASSES,
@@ -121,16 +121,16 @@ class LinearPlace(NamedTuple):
     @contextmanager
     def in_table(self, tile: LinearTile) -> Iterator[None]:
         """Put a tile into the table. If it does not fit the GPU, calls fail instead of using a smaller tile."""
-        kept, shrink = TILES[self.stage], linear_launch.shrink
+        kept, shrink = TILES[self.stage], linear_plan.shrink
         tiles = list(kept)
         tiles[self.width] = tile
         try:
             TILES[self.stage] = tuple(tiles)
-            linear_launch.shrink = refuse
+            linear_plan.shrink = refuse
             call_cache.clear()
             yield
         finally:
-            TILES[self.stage], linear_launch.shrink = kept, shrink
+            TILES[self.stage], linear_plan.shrink = kept, shrink
             call_cache.clear()
 
     def passes(self, inputs: Sequence[Inputs], impl: Any = "triton") -> list[Callable[[], Any]]:

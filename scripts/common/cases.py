@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lrpe_md import Coordinates, Grid, Norm, cosine, linear_attention, rotate
+from lrpe_md.engine.core.call import Positions
 from lrpe_md.engine.core.norms import take_norm
-from lrpe_md.engine.encode.validate import Positions
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lrpe_md import Norm, cosine, linear_attention, pack, rotate
 from lrpe_md.engine.core.operator import call_cache
-from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import plan as linear_plan
 
 from .configs import Config, Draws, LinearConfig, MapConfig, Where, arrange, join, pad
@@ -279,8 +278,8 @@ def patch_cuts(name: str, on_gpu: bool) -> Iterator[None]:
         changes += [(linear_plan, "PROGRAMS", 10**6)]
     if name == "parts":  # causal pieces whose states are summed in parts
         long, short = 12 * unit, 8 * unit
-        changes.append((linear_launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // long)), long)))
-        changes.append((linear_launch, "cut_parts", lambda length, *_: min(length, short)))
+        changes.append((linear_plan, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // long)), long)))
+        changes.append((linear_plan, "cut_parts", lambda length, *_: min(length, short)))
     patches = [patch.object(*change) for change in changes]
     try:
         for each in patches:

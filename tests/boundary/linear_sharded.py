@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lrpe_md import Coordinates, CosineMd, Grid, HeadDecay, LinearAttention, Norm, linear_attention
-from lrpe_md.engine.linear import sharding_memory
+from lrpe_md.engine.linear import sharding
 
 GRID = Grid((4, 3), prefix=1, suffix=2)
 BATCH, HEADS, TOKENS, ALL = Shard(0), Shard(1), Shard(2), Replicate()
@@ -230,7 +230,7 @@ def linear_memory_over_a_mesh(mesh, impl):
     weights = {"weight": normal(mesh, 4, 8), "weight_k": normal(mesh, 2, 8)}
     same(mesh, tensors | weights, dict.fromkeys(QKV, TOKENS), over="heads", directions="both", **frames)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding_memory, "fits_kernels", lambda *args, **options: False)
+        patch.setattr(sharding, "fits_kernels", lambda *args, **options: False)
         same(mesh, with_state(mesh, tensors), dict.fromkeys(QKV, TOKENS), **frames)
     for shape, placements in (((1, mesh.size()), [HEADS, TOKENS]), ((mesh.size(), 1), [TOKENS, HEADS])):
         square = init_device_mesh(mesh.device_type, shape)

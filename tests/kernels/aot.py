@@ -198,8 +198,9 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     places = {**dict.fromkeys(names, launch), "reduce_partial_kernel": reduction, "heads_kernel": launch_heads}
     saved = {name: getattr(module, name) for name, module in places.items()}
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
-    has_ptx, launch.has_ptx = launch.has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
-    registers, launch.limit_registers = launch.limit_registers, lambda most: registers(most) if case.cuda else {}
+    has_ptx, launching.has_ptx = launching.has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
+    registers = launching.limit_registers
+    launching.limit_registers = lambda most: registers(most) if case.cuda else {}
     early, launching._can_launch_early = launching._can_launch_early, lambda: case.early
     call_cache.clear()
     try:
@@ -207,7 +208,7 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
             setattr(places[name], name, recorder)
         call(case)
     finally:
-        launch.has_ptx, launch.limit_registers, launching._can_launch_early = has_ptx, registers, early
+        launching.has_ptx, launching.limit_registers, launching._can_launch_early = has_ptx, registers, early
         call_cache.clear()
         for name, fn in saved.items():
             setattr(places[name], name, fn)
@@ -391,7 +392,7 @@ def main() -> None:
         return
     target = TARGETS[args.target]
     torch.set_default_device("meta")
-    launch.INTERPRETING = launch_heads.INTERPRETING = False
+    launching.INTERPRETING = False
     unique: dict[str, tuple[str, ASTSource, dict[str, Any], SimpleNamespace]] = {}
     for case in cases():
         case.cuda, case.early = target.backend == "cuda", target.arch == 90

@@ -115,19 +115,19 @@ def record(inputs: LinearInputs, one_pass: bool) -> list[tuple[str, Any, dict[st
 
 def main() -> None:
     target = aot.TARGETS[sys.argv[1]]
-    linear_launch.INTERPRETING = False
+    launching.INTERPRETING = False
     on_cuda = target.backend == "cuda"
-    has_ptx = linear_launch.has_ptx
-    linear_launch.has_ptx = lambda dtype: on_cuda and dtype != torch.float64
+    has_ptx = launching.has_ptx
+    launching.has_ptx = lambda dtype: on_cuda and dtype != torch.float64
     launching._can_launch_early = lambda: target.arch == 90
-    linear_launch.limit_registers = lambda most: {"maxnreg": most} if on_cuda and most else {}
+    launching.limit_registers = lambda most: {"maxnreg": most} if on_cuda and most else {}
     unique: dict[str, Any] = {}
     cases = {str(i): case for i, case in enumerate(CASES if target.arch == 90 else FEW)}
     for label, case in {**cases, **(READ if target.arch == 90 else {})}.items():
         for one_pass in (False,) if label in READ else (True, False):
             for name, source, options in record(make_linear_inputs(case), one_pass):
                 unique.setdefault(source.hash() + str(options), (name, source, options, case, label))
-    linear_launch.has_ptx = has_ptx
+    launching.has_ptx = has_ptx
     for name, source, options, case, label in unique.values():
         begin, error, shared, asm = time.perf_counter(), None, 0, {}
         try:

@@ -40,15 +40,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
+from lrpe_md.engine.core import launching
 from lrpe_md.engine.core.call import CallerTables, CosSin, Needs, Options, Weights
 from lrpe_md.engine.core.memory import accumulator
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.core.recording import COMPILER_OPTIONS
-from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.encode.validate import validate
 from lrpe_md.engine.inductor import lowering as compiled
-from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
@@ -80,7 +79,7 @@ class Written(Exception):
 def describe_gpu() -> None:
     """Describe an H100 to all callers that query the GPU."""
     triton.runtime.driver.set_active(Driver())  # pyright: ignore[reportAttributeAccessIssue]
-    launch.has_ptx = linear_launch.has_ptx = lambda dtype: dtype != torch.float64
+    launching.has_ptx = lambda dtype: dtype != torch.float64
     torch.cuda.get_device_properties = lambda *args: H100
     torch.cuda.get_device_capability = lambda *args: (9, 0)
     torch.cuda.current_device = lambda: 0

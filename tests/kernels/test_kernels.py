@@ -22,7 +22,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 def violations(case: Case, **kwargs) -> list[str]:
     # The interpreter truncates instead of rounding to bfloat16.
-    ulps = 1.0 if case.dtype == torch.bfloat16 and launch.INTERPRETING else 0.0
+    ulps = 1.0 if case.dtype == torch.bfloat16 and launching.INTERPRETING else 0.0
     return [str(v) for v in check(case, ulps=ulps, **kwargs)]
 
 

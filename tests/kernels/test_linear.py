@@ -114,8 +114,8 @@ def in_parts(monkeypatch):
     """Divide tokens into causal pieces of 12, whose states are summed in parts of 8 and 4."""
     monkeypatch.setattr(linear_plan, "SHORTEST", 4)
     monkeypatch.setattr(linear_plan, "PIECE", 4)
-    monkeypatch.setattr(linear_launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
-    monkeypatch.setattr(linear_launch, "cut_parts", lambda length, *_: min(length, 8))
+    monkeypatch.setattr(linear_plan, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
+    monkeypatch.setattr(linear_plan, "cut_parts", lambda length, *_: min(length, 8))
     call_cache.clear()
     yield
     call_cache.clear()
@@ -192,7 +192,7 @@ def test_long_strides(stride, is_causal):
 
 
 def test_few_heads_are_cut_until_multiprocessors_have_work():
-    summing = linear_plan.choose_walk(False, False)
+    summing = linear_plan.choose_divisor(False, False)
     assert linear_plan.cut_pieces(65536, 1, 8192, summing) == (256, 256)
     assert linear_plan.cut_pieces(8192, 1, 8192, summing) == (64, 128), "shorter pieces than elsewhere"
     assert linear_plan.cut_pieces(8192, 8, 8192, summing) == (32, 256)
@@ -244,7 +244,7 @@ def test_a_single_piece_needs_no_scan(heads, monkeypatch):
 
 
 def test_number_of_programs():
-    summing, causal, raw = (linear_plan.choose_walk(*each) for each in ((False, False), (True, False), (True, True)))
+    summing, causal, raw = (linear_plan.choose_divisor(*each) for each in ((False, False), (True, False), (True, True)))
     cut = linear_plan.cut_pieces
     assert cut(1024, 128, 4096, summing) == (4, 256)
     assert cut(1024, 128, 8192, summing) == (2, 512), "few tokens don't justify a second large state"
@@ -396,7 +396,7 @@ def test_tiles_hold_each_channel_once(width):
 def test_features_are_cut_without_a_causal_mask(name, head_dim, blocks, monkeypatch):
     described = []
     monkeypatch.setattr(
-        linear_launch, "launch_with_fallback", lambda kernel, programs, args, config: described.append(config[0])
+        linear_launch, "launch_with_fallback", lambda kernel, programs, args, variant, _: described.append(variant)
     )
     for mask in ("full", "causal"):
         case = LinearCase(name, head_dim=head_dim, mask=mask, heads=(2, 2))

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from lrpe_md.scripts.common.cases import LinearCase, check_linear, make_linear_inputs, run_linear
 
 from lrpe_md.engine.core.operator import INTERPRETING, call_cache
-from lrpe_md.engine.linear import launch, launch_memory
+from lrpe_md.engine.linear import launch_memory
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
@@ -51,8 +51,8 @@ def many_pieces(monkeypatch):
 @pytest.fixture
 def parts_of_pieces(monkeypatch):
     """Divide tokens into causal pieces of 12, whose states are scanned in parts of 8 and 4."""
-    monkeypatch.setattr(launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
-    monkeypatch.setattr(launch, "cut_parts", lambda length, *_: min(length, 8))
+    monkeypatch.setattr(linear_plan, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
+    monkeypatch.setattr(linear_plan, "cut_parts", lambda length, *_: min(length, 8))
     call_cache.clear()
     yield
     call_cache.clear()

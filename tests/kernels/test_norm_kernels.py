@@ -8,6 +8,7 @@ from lrpe_md.scripts.common.cases import Case, check, make_inputs, run
 from parametrizing import ACTS, parametrize_each
 
 from lrpe_md import Grid, Norm, rotate
+from lrpe_md.engine.core import launching
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
 
@@ -23,7 +24,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 def violations(case: Case, **kwargs) -> list[str]:
     # The interpreter truncates instead of rounding to bfloat16.
-    ulps = 1.0 if case.dtype == torch.bfloat16 and launch.INTERPRETING else 0.0
+    ulps = 1.0 if case.dtype == torch.bfloat16 and launching.INTERPRETING else 0.0
     return [str(v) for v in check(case, ulps=ulps, **kwargs)]
 
 

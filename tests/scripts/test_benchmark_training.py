@@ -45,8 +45,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "COMPILE", compiling)
 
 
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(app, ["training", "--device", "cpu", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
+def invoke(*args: str, device: str = "cpu") -> Result:
+    return CliRunner().invoke(app, ["training", "--device", device, *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 @pytest.mark.parametrize("workload", [VIT, VIDEO], ids=["vit", "video"])
@@ -410,8 +410,8 @@ def test_graphs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     monkeypatch.setattr(script, "MODELS", {"vit": VIT})
     out = tmp_path / "training.csv"
-    args = ["--device", "cuda", "--modes", "eager,graphs", "--encodings", "axial", "--models", "vit", "--batch", "16"]
-    result = invoke(*args, "--out", str(out))
+    args = ["--modes", "eager,graphs", "--encodings", "axial", "--models", "vit", "--batch", "16"]
+    result = invoke(*args, "--out", str(out), device="cuda")
     assert result.exit_code == 0, (result.output, result.exception)
     rows = pd.read_csv(out, keep_default_na=False, na_values=[""]).set_index(["mode", "encoding"])
     assert rows.attention.notna().all()

@@ -366,9 +366,10 @@ def test_shared_position_variant_is_detected(monkeypatch):
     """Linear attention must not read q's positions with the variant of k's (issue 39)."""
     config = replace(CROSS, places=(CROSS.place_q, Place(shape=(3, 7))))
     assert not check.check(config).mismatches
+    describe = linear_launch.LaunchInputs.describe
     monkeypatch.setattr(
-        linear_launch.LaunchInputs, "describe_both",
-        lambda self, stage, outs, **changes: self.describe(stage, self.k_side, outs, **changes),
+        linear_launch.LaunchInputs, "describe",
+        lambda self, stage, side, outs=(), **changes: describe(self, stage, side or self.k_side, outs, **changes),
     )  # fmt: skip
     call_cache.clear()
     assert {m.name for m in check.check(config).mismatches} == {"o", "dq", "dk", "dv", "domega"}

@@ -104,7 +104,7 @@ def test_linear_problem_uses_its_tile(place, monkeypatch):
         asked.add((stage, sum(state > bound for bound in linear_plan.BOUNDS)))
         return linear_plan.LinearTile(64, 4, 1)
 
-    monkeypatch.setattr(linear_launch, "choose_tile", choose)
+    monkeypatch.setattr(linear_plan, "choose_tile", choose)
     # The requests are recorded without a launch.
     monkeypatch.setattr(linear_launch, "launch_with_fallback", lambda *args: None)
     for full, small in zip(place.cases().values(), place.cases(small=True).values(), strict=True):
@@ -122,8 +122,8 @@ def test_linear_problem_uses_its_tile(place, monkeypatch):
 def test_oversized_tile_is_not_replaced_by_a_smaller_one():
     place = LINEAR[0]
     with place.in_table(place.tile), pytest.raises(linear_tune.TooLarge, match="shared memory"):
-        linear_launch.shrink(place.tile)
-    assert len(linear_launch.shrink(place.tile)) == 2
+        linear_plan.shrink(place.tile)
+    assert len(linear_plan.shrink(place.tile)) == 2
 
 
 def test_printed_table_of_linear_attention_equals_the_table():

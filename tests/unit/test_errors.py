@@ -584,9 +584,9 @@ def test_auto_warns_once_without_triton(monkeypatch):
         is_cuda = True
 
     with pytest.warns(RuntimeWarning, match="triton is not installed"):
-        assert not operator.use_triton("auto", OnGpu(), (), False)
+        assert not operator.use_triton("auto", OnGpu(), ())
     with pytest.raises(ValueError, match="triton package"):
-        operator.use_triton("triton", OnGpu(), (), False)
+        operator.use_triton("triton", OnGpu(), ())
 
 
 @pytest.mark.parametrize(

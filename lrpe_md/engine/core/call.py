@@ -16,30 +16,6 @@ from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid, grid_coordinates
 from ...reference import Act, MapName, Scales, Spec
 
-__all__ = [
-    "NO_COS_SIN",
-    "NO_TABLES",
-    "NO_WEIGHTS",
-    "Act",
-    "Call",
-    "CallerTables",
-    "CosSin",
-    "Impl",
-    "Layout",
-    "MapName",
-    "Needs",
-    "NormOptions",
-    "Options",
-    "Order",
-    "Pairs",
-    "Positions",
-    "Scales",
-    "Spec",
-    "Tables",
-    "Variant",
-    "Weights",
-]  # fmt: skip
-
 Impl = Literal["auto", "triton", "reference"]
 Pairs = Literal["half", "interleaved"] | Sequence[int]
 Order = Literal["cos_sin", "sin_cos"]

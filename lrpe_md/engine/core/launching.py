@@ -20,13 +20,6 @@ from ..kernels.signature import LONG_STRIDE, pack_numbers, pack_strides
 from .call import Call, Layout, Spec, Tables, Variant, Weights
 from .recording import is_recording
 
-__all__ = [
-    "INTERPRETING", "LARGE_GRID", "Tiles", "are_long", "count_tokens", "current_device", "cut_channels",
-    "cut_width", "describe_tables", "find_magic", "find_table_strides", "has_ptx", "in_eights", "launches_early",
-    "lay_weight", "limit_registers", "make_readable", "materialise", "materialise_each", "num_groups", "pack_grid",
-    "pack_side", "pack_stride", "read_sides", "strides_in_eights", "use_affine_positions",
-]  # fmt: skip
-
 INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)
 
 MAX_AXES = 4  # maximum number of grid axes in a kernel; grids with more axes are passed as coordinates

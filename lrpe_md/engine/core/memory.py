@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "accumulator", "arrange_in_memory", "like_in_memory", "memory_order", "split_projection", "strides_in_memory",
-]  # fmt: skip
-
 
 def memory_order(x: Tensor) -> tuple[int, int, int]:
     """Return the order of the first three dimensions of x (B, H, N, D) in memory, outermost first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,17 +16,12 @@ from ...reference import no_autocast, normalise
 from .call import CallerTables, Layout, NormOptions, Spec, Weights
 from .memory import accumulator
 
-__all__ = ["apply_norm", "check_weights", "of_tensor", "take_norm"]
-
 KINDS, OVER = get_args(NormName), get_args(Over)
 _FORMS = {"head": "(D,), (H, D) or (2 or 3, 1 or H, D)", "heads": "(H, D) or (2 or 3, H, D)"}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-AnyOptions = TypeVar("AnyOptions", bound=Any)  # options of the encoding or of linear attention
-
-
-def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOptions, Weights]:
+def take_norm(options: Any, norm: Any, num_tensors: int) -> tuple[Any, Weights]:
     """Check a norm, even for a cached call.
 
     Return the norm's weights, and the options with the norm's options filled in.
@@ -52,11 +47,10 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
         raise ValueError("norm.bias: expected None for kind='rms', which has no bias; pass None or use kind='layer'")
     if offset != 0 and weight is None:
         raise ValueError(f"norm.offset: expected 0 without a weight, got {offset!r}; the offset is added to the weight")
-    weights = Weights(*_split_weights("weight", weight, num_tensors), *_split_weights("bias", bias, num_tensors))
-    weight, weight_k, bias, bias_k = weights
-    return options._replace(norm=NormOptions(kind, over, float(eps), float(offset))), Weights(
-        weight, bias, weight_k, bias_k
-    )
+    weight, weight_k = _split_weights("weight", weight, num_tensors)
+    bias, bias_k = _split_weights("bias", bias, num_tensors)
+    options = options._replace(norm=NormOptions(kind, over, float(eps), float(offset)))
+    return options, Weights(weight, bias, weight_k, bias_k)
 
 
 def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
@@ -89,11 +83,9 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
         label = f"norm.{name}" + (f"[{i}] (of {'qk'[i]})" if len(xs) == 2 else "")
         x = xs[i]
         heads, head_dim = x.shape[1], x.shape[3]
-        check_dense(label, t, _FORMS[over])
+        check_dense(label, t, _FORMS[over], x)
         if t.dtype not in _DTYPES:
             raise TypeError(f"{label}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
-        if t.device != x.device:
-            raise ValueError(f"{label}: expected a tensor on x's device {x.device}, got {t.device}")
         fits = 1 <= t.ndim <= 3 and t.shape[-1] == head_dim
         if t.ndim == 1:
             fits = fits and over == "head"
@@ -109,10 +101,8 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
         first = t if first is None else first
         is_alike = t.ndim == first.ndim and t.dtype == first.dtype
         if t.ndim == 3:
-            is_alike = (
-                is_alike and t.shape[0] == first.shape[0] and (t.shape[1] > 1) <= (first.shape[1] > 1 or heads == 1)
-            )
-            is_alike = is_alike and ((first.shape[1] > 1) <= (t.shape[1] > 1 or heads == 1))
+            is_same_form = heads == 1 or (t.shape[1] > 1) == (first.shape[1] > 1)
+            is_alike = is_alike and t.shape[0] == first.shape[0] and is_same_form
         if not is_alike:
             raise ValueError(
                 f"{label}: expected the same shape and dtype as the norm's other tensors, {tuple(first.shape)} "
@@ -124,9 +114,7 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
         )
 
 
-def apply_norm(
-    options: Any, weights: Weights, xs: tuple[Tensor, ...], positions: Any
-) -> tuple[Tensor, ...]:  # fmt: skip
+def apply_norm(options: Any, weights: Weights, xs: tuple[Tensor, ...], positions: Any) -> tuple[Tensor, ...]:
     """Compute norm(x) of each tensor with PyTorch operators, in the accumulator's dtype."""
     assert options.norm is not None
     kind, over, eps, offset = options.norm

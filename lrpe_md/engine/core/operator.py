@@ -29,11 +29,6 @@ from .call import Impl
 from .memory import like_in_memory
 from .projection import find_split
 
-__all__ = [
-    "HAS_TRITON", "IMPLS", "INTERPRETING", "Operator", "Part", "cache_call", "call_cache", "check_impl", "is_direct",
-    "is_plain", "is_sharded", "make_key", "use_triton", "warn_caller", "warn_of_interpreter",
-]  # fmt: skip
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 IMPLS = get_args(Impl)
@@ -110,11 +105,10 @@ def check_impl(impl: Any) -> None:
         raise ValueError(f"impl: expected one of {IMPLS}, got {show_value(impl)}")
 
 
-def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transformed: bool) -> bool:
+def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None]) -> bool:
     """Return whether ``impl`` and the inputs select the kernels.
 
-    ``constants`` are tensors for which the kernels don't compute gradients. ``transformed`` is the result of
-    :func:`is_transforming`.
+    ``constants`` are tensors for which the kernels don't compute gradients.
     """
     if impl not in IMPLS:
         check_impl(impl)
@@ -142,7 +136,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
                         "amplitude; use impl='auto' or detach them"
                     )
                 return False
-    if transformed:
+    if is_transforming():
         if is_required:
             raise ValueError(
                 "impl: 'triton' supports only first-order reverse mode, but a torch.func transform or a dual number "
@@ -220,40 +214,32 @@ class Operator(ABC):
     launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # key of a call's launcher
 
     def __init__(self, prefix: str, inputs: tuple[str, ...], parts: tuple[Part, ...], options: Any, needs: Any) -> None:
-        """Register the operators.
+        """Register the operators ``{prefix}forward`` and ``{prefix}backward``.
 
-        Args:
-            prefix: prefix of the operators' names.
-            inputs: declarations of the inputs and, at the end, of the tensors saved for the backward pass.
-            parts: parts of a call.
-            options: NamedTuple class whose fields select what a forward pass returns in addition to the outputs, or
-                None.
-            needs: NamedTuple class with flags that select the gradients of learned tensors to compute.
+        ``inputs`` declares the inputs and, at the end, the tensors saved for the backward pass. ``options`` and
+        ``needs`` are NamedTuple classes. Their fields select what a forward pass returns in addition to the outputs
+        (or None), and which gradients of learned tensors a backward pass computes.
         """
         *input_arguments, saved_argument = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(input_arguments)
         self.launchers: dict[str, Any] = {}  # keyed by launcher_key
         self.needs, self.num_options = needs, len(options._fields) if options else 0
         call = [part.declare() for part in parts]
-        forward = [*input_arguments, *call, *([Part(options).declare()] if options else []), "str source=''"]
-        backward = [
-            "Tensor[] grads",
-            *input_arguments,
-            saved_argument,
-            *call,
-            Part(needs, "need_").declare(),
-            "str source=''",
-        ]
-        implementations: dict[str, tuple[list[str], tuple[Callable[..., Any], ...]]] = {
-            f"{prefix}forward": (forward, (self.run_forward, self._run_reference_forward, self._fake_forward)),
-            f"{prefix}backward": (backward, (self.run_backward, self._run_reference_backward, self._fake_backward)),
-        }
-        for name, (arguments, (kernels, reference, fake)) in implementations.items():
-            library.define(f"{name}({', '.join(arguments)}) -> Tensor[]", tags=_TAGS)
-            library.impl(name, kernels, "CUDA")
-            library.impl(name, reference, "CompositeExplicitAutograd")
-            torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=library)
-        self.forward_op, self.backward_op = getattr(ops, f"{prefix}forward"), getattr(ops, f"{prefix}backward")
+        forward = [*input_arguments, *call, *([Part(options).declare()] if options else [])]
+        backward = ["Tensor[] grads", *input_arguments, saved_argument, *call, Part(needs, "need_").declare()]
+        self.forward_op = self._register(
+            f"{prefix}forward", forward, self.run_forward, self._run_reference_forward, self._fake_forward
+        )
+        self.backward_op = self._register(
+            f"{prefix}backward", backward, self.run_backward, self._run_reference_backward, self._fake_backward
+        )
+
+    def _register(self, name: str, arguments: list[str], kernels: Any, reference: Any, fake: Any) -> Any:
+        library.define(f"{name}({', '.join(arguments)}, str source='') -> Tensor[]", tags=_TAGS)
+        library.impl(name, kernels, "CUDA")
+        library.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=library)
+        return getattr(ops, name)
 
     # --- defined by each operator
 
@@ -337,27 +323,16 @@ class Operator(ABC):
 
     # --- a call, from the choice of the path to a launch
 
-    def run(self, call: Any, inputs: Any, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
+    def run(
+        self, call: Any, inputs: Any, impl: str, direct: bool, options: Any = (), constants: Any = None
+    ) -> tuple[Tensor, ...]:
         """Run a validated call with the kernels or the reference, on whole tensors or on shards.
 
-        ``direct`` is the result of :func:`is_direct` for the rows and the learned tensors.
+        ``direct`` is the result of :func:`is_direct` for the rows and the learned tensors. ``constants`` is the result
+        of :meth:`list_constants`, if the caller already has these tensors.
         """
-        learned, constants = self.list_learned(call, inputs), self.list_constants(call)
-        return self.run_parts(call, inputs, learned, constants, impl, direct, is_transforming(), options)
-
-    def run_parts(
-        self,
-        call: Any,
-        inputs: Any,
-        learned: tuple[Tensor | None, ...],
-        constants: tuple[Tensor | None, ...],
-        impl: str,
-        direct: bool,
-        transformed: bool,
-        options: Any = (),
-    ) -> tuple[Tensor, ...]:
-        """Implement :meth:`run`. See :func:`use_triton` for ``constants`` and ``transformed``."""
-        rows = inputs[: self.num_rows or None]
+        rows, learned = inputs[: self.num_rows or None], self.list_learned(call, inputs)
+        constants = self.list_constants(call) if constants is None else constants
         if not direct and is_sharded(*rows, *learned, *constants):
 
             def run(call: Any, inputs: Any, options: Any) -> tuple[Tensor, ...]:
@@ -365,7 +340,7 @@ class Operator(ABC):
                 return self.run(call, inputs, impl, is_direct(tensors), options)
 
             return self.run_shards(run, call, inputs, options)
-        if not use_triton(impl, rows[0], constants, transformed):
+        if not use_triton(impl, rows[0], constants):
             return self.run_reference(call, inputs)
         return self.run_kernels(call, inputs, learned, direct and is_plain(constants), options)
 
@@ -464,9 +439,7 @@ class Operator(ABC):
 
     def flatten(self, call: Any) -> tuple[Any, ...]:
         """Convert a call to a flat tuple of operator arguments."""
-        return tuple(
-            list(value) if isinstance(value, tuple) else value for part in self.split(call) for value in part
-        )  # fmt: skip
+        return tuple(list(value) if isinstance(value, tuple) else value for part in self.split(call) for value in part)
 
     def unflatten(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """Convert operator arguments back to a call, and return it with the remaining arguments."""

@@ -13,8 +13,6 @@ from ..inductor.lowering import register_join
 from ..inductor.private import find_backward
 from .memory import split_projection
 
-__all__ = ["ProjectionGradient", "Split", "TracedSplit", "find_split", "join"]
-
 
 class ProjectionGradient:
     """Buffer for the gradient of a projection. Backward passes write dq, dk and dv to it."""

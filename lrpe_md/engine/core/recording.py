@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..inductor.private import get_storage_id
 from .call import Variant
 
-__all__ = ["COMPILER_OPTIONS", "KernelLaunch", "Record", "UnrecordableError", "is_recording", "launch_kernel", "record"]
-
 # Compilers may fuse a product and a sum into an fma, depending on the surrounding code. Without fusion, the same
 # formula is rounded identically in all kernels.
 COMPILER_OPTIONS = {"enable_fp_fusion": False}

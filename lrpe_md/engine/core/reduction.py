@@ -14,8 +14,6 @@ from .call import NO_WEIGHTS, Call, Needs, Variant, Weights
 from .launching import INTERPRETING, launches_early
 from .recording import launch_kernel
 
-__all__ = ["Partials", "Sums", "allocate_partials", "reduce_partial", "reduce_partials", "reduce_weights"]
-
 reduce_partial_kernel: Any = kernels.reduce_partial_kernel
 
 

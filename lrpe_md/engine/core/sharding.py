@@ -17,11 +17,6 @@ from .call import Layout, Spec, Tables, Weights
 from .memory import strides_in_memory
 from .operator import is_sharded
 
-__all__ = [
-    "BATCH", "HEADS", "TOKENS", "check_cut", "check_heads", "check_mesh", "check_placements", "count_ranks",
-    "local_part", "local_positions", "local_weights", "take_local", "wrap_shard",
-]  # fmt: skip
-
 _NAMES = ("batch", "heads", "tokens", "head_dim")
 BATCH, HEADS, TOKENS = range(3)
 _SHARDED_DIMS = (  # for error messages: the name of each dimension, and what to pass if its shards have other sizes

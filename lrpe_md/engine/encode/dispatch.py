@@ -18,14 +18,11 @@ from ..core.call import NO_TABLES, NO_WEIGHTS, Call, CallerTables, NormOptions, 
 from ..core.memory import accumulator, memory_order
 from ..core.norms import apply_norm, of_tensor, take_norm
 from ..core.operator import cache_call, call_cache, is_direct, is_plain, is_sharded, make_key, use_triton
-from ..inductor.private import is_transforming
 from .operator import ENCODE, run_in_place
 from .output import Target, check_places, check_target, write
 from .tables import TABLE_NAMES
 from .validate import check_act, check_input, rotary_slice, validate
 from .views import encode_packed, order_outs, unpack_positions
-
-__all__ = ["is_laid_out", "run_call", "run_encoding", "run_part"]
 
 
 def run_encoding(
@@ -41,11 +38,7 @@ def run_encoding(
     """Implement :func:`lrpe_md.cosine` and :func:`lrpe_md.rotate` for one tensor, or for q and k."""
     caller_tables = positions if type(positions) is CallerTables else None
     if type(positions) is Packed or (caller_tables is not None and _are_packed(xs)):
-
-        def encode(views: tuple[Tensor, ...], view_positions: Any, view_target: Target | None) -> Any:
-            return run_encoding(options, views, omega, view_positions, phase, amplitude, norm, view_target)
-
-        return _encode_views(encode, xs, positions, options.dim, target)
+        return _encode_views(run_encoding, options, xs, positions, (omega, phase, amplitude, norm), target)
     weights = NO_WEIGHTS
     if norm is not None:
         options, weights = take_norm(options, norm, len(xs))
@@ -70,9 +63,8 @@ def run_encoding(
         impl = options.impl
         if direct and (impl == "reference" or (impl == "auto" and not xs[0].is_cuda)):
             ys = ENCODE.run_reference(call, xs)
-        else:  # same as ENCODE.run
-            learned = ENCODE.list_learned(call, xs)
-            ys = ENCODE.run_parts(call, xs, learned, constants, impl, direct, is_transforming())
+        else:
+            ys = ENCODE.run(call, xs, impl, direct, (), constants)
     elif target is None:
         ys = run_call(call, xs, phase, options.impl, direct)
     else:
@@ -90,7 +82,7 @@ _POSITIONS = (Grid, Coordinates, Tensor)
 
 def _call_key(
     options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any, weights: Weights
-) -> tuple[bool, Hashable | None]:  # fmt: skip
+) -> tuple[bool, Hashable | None]:
     """Return the result of :func:`is_direct`, and a cache key of everything that :func:`validate` depends on.
 
     The key is None if the call must be validated every time. This is the case for calls that aren't direct, for
@@ -151,7 +143,7 @@ def _run_with_target(
     if groups == 1 and (phase is None or phase.ndim == 2) and direct and target.can_launch(call):
         call = call if call.tables.phase is phase else call._replace(tables=call.tables._replace(phase=phase))
         constants = ENCODE.list_constants(call)
-        if use_triton(impl, xs[0], constants, is_transforming()) and is_plain(constants):
+        if use_triton(impl, xs[0], constants) and is_plain(constants):
             return run_in_place(call, xs, target.outs, target.start)
     return write(target, run_call(call, xs, phase, impl, direct, groups))
 
@@ -178,14 +170,6 @@ def _check_target(
     check_target(target, xs, sources, names, width, direct)
 
 
-def _view_target(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
-    """Convert a target for packed tokens (N, H, D) to a target for views (1, H, N, D)."""
-    return None if target is None else target._replace(outs=order_outs(target.outs, xs))
-
-
-# --- separate launches for q and k, and groups of phases ----------------------------------------------------------
-
-
 def _run_each(
     options: Options,
     xs: tuple[Tensor, ...],
@@ -197,52 +181,52 @@ def _run_each(
     target: Target | None = None,
 ) -> tuple[Tensor, ...]:
     """Encode q and k in separate launches, because they have separate positions or phases."""
-    arguments = list(
-        zip(split_pair("positions", positions, len(xs)), split_pair("phase", phase, len(xs)), xs, strict=True)
-    )
+    pairs = split_pair("positions", positions, len(xs)), split_pair("phase", phase, len(xs))
     if len(xs) == 2:
         q, k = xs
         check_input("q", q, q)
         check_input("k", k, q, other_length=True)
-    calls = [  # check all arguments before any launch
-        validate(options, (x,), omega, x_positions, phi, amplitude, of_tensor(weights, i))
-        for i, (x_positions, phi, x) in enumerate(arguments)
-    ]
+    jobs: list[Any] = []
+    for i, (x, x_positions, phi) in enumerate(zip(xs, *pairs, strict=True)):  # check all arguments before any launch
+        call = validate(options, (x,), omega, x_positions, phi, amplitude, of_tensor(weights, i))
+        jobs.append((call, (x,), phi, options.impl, is_direct((x, omega, phi, *call.weights))))
     groups, ys = _count_groups(phase), ()
-    direct_flags = [
-        is_direct((x, omega, phi, *call.weights)) for call, (_, phi, x) in zip(calls, arguments, strict=True)
-    ]
     if target is None:
-        for call, (_, phi, x), direct in zip(calls, arguments, direct_flags, strict=True):
-            ys += run_call(call, (x,), phi, options.impl, direct, groups)
+        for job in jobs:
+            ys += run_call(*job, groups=groups)
         return ys
     targets = [target.select(i) for i in range(len(xs))]
-    jobs = [
-        (call, (x,), phi, options.impl, direct, x_target, groups)
-        for call, (_, phi, x), direct, x_target in zip(calls, arguments, direct_flags, targets, strict=True)
-    ]
-    for call, inputs, phi, _, direct, x_target, _ in jobs:  # check all targets before any launch
+    for (call, inputs, phi, _, direct), x_target in zip(jobs, targets, strict=True):  # also check all targets
         _check_call_target(call, inputs, phi, direct and is_plain(x_target.tensors), x_target, groups)
         if options.impl != "triton":  # kernels skip tokens that don't fit, without an error
             check_places(x_target, [inputs[0].shape[2]])
-    for job in jobs:
-        ys += _run_with_target(*job)
+    for job, x_target in zip(jobs, targets, strict=True):
+        ys += _run_with_target(*job, target=x_target, groups=groups)
     return ys
 
 
 def _encode_views(
-    encode: Callable[..., Any], xs: tuple[Tensor, ...], positions: Packed | CallerTables, dim: int | None, target: Any
+    run: Callable[..., Any],
+    options: Options,
+    xs: tuple[Tensor, ...],
+    positions: Packed | CallerTables,
+    others: tuple[Any, ...],
+    target: Target | None,
 ) -> Any:
-    """Encode packed tokens (N, H, D) with ``encode(views, positions, target)``, where views are (1, H, N, D)."""
+    """Encode packed tokens (N, H, D) with ``run`` as views (1, H, N, D).
+
+    ``others`` are omega, phase, amplitude and norm.
+    """
+    omega, *rest = others
     view_positions: Any = positions
     num_tokens: int | None = None
     if isinstance(positions, Packed):
-        view_positions = unpack_positions(positions, dim)
+        view_positions = unpack_positions(positions, options.dim)
         num_tokens = view_positions.num_tokens
     else:
-        refuse_mixing(dim)
-    view_target = _view_target(target, xs)
-    return encode_packed(lambda *views: encode(views, view_positions, view_target), xs, num_tokens)
+        refuse_mixing(options.dim)
+    view_target = None if target is None else target._replace(outs=order_outs(target.outs, xs))
+    return encode_packed(lambda *views: run(options, views, omega, view_positions, *rest, view_target), xs, num_tokens)
 
 
 def _count_groups(phase: Any) -> int:
@@ -270,11 +254,7 @@ def run_part(
     The channels before and after them become x̄.
     """
     if type(positions) is Packed or (type(positions) is CallerTables and _are_packed(xs)):
-
-        def encode(views: tuple[Tensor, ...], view_positions: Any, view_target: Target | None) -> Any:
-            return run_part(options, views, omega, view_positions, phase, amplitude, norm, view_target)
-
-        return _encode_views(encode, xs, positions, options.dim, target)
+        return _encode_views(run_part, options, xs, positions, (omega, phase, amplitude, norm), target)
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):

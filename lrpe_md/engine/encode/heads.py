@@ -3,70 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Needs, Variant
-from ..core.launching import (
-    INTERPRETING,
-    count_tokens,
-    current_device,
-    find_table_strides,
-    in_eights,
-    launches_early,
-    make_readable,
-    materialise,
-    num_groups,
-    pack_grid,
-)  # fmt: skip
-from ..core.memory import accumulator, strides_in_memory
+from ..core import launching
+from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Needs
+from ..core.memory import accumulator
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
 from ..kernels.signature import pack_numbers
 from .launch import (
+    Launch,
     Rows,
-    Strides,
     describe_variant,
+    find_launch,
     launch_rows,
     pack_pairs,
     pack_table_strides,
     point_to_pairs,
-    recall_launches,
     use_affine_if_large,
 )
 from .plan import Pass, plan_heads
-
-__all__ = ["backward", "forward"]
 
 heads_kernel: Any = kernels.heads_kernel
 
 
 def forward(call: Call, xs: list[Tensor]) -> list[Tensor]:
     """Return the encoded tensors."""
-    xs = [materialise(x) for x in xs]
-    readable_call = make_readable(call)
-    with current_device(xs[0]):
-        if num_groups(readable_call) == 1:
+    xs = [launching.materialise(x) for x in xs]
+    readable_call = launching.make_readable(call)
+    with launching.current_device(xs[0]):
+        if launching.num_groups(readable_call) == 1:
             return _run_heads(readable_call, Rows(xs, [], []))[0]
         return launch_rows(_drop_norm(readable_call), Rows(_normalise(readable_call, xs), [], []), dtype=xs[0].dtype)[0]
 
 
 def backward(
-    call: Call,
-    grads: list[Tensor],
-    xs: list[Tensor],
-    stats: list[Tensor],
-    needs: Needs,
-    outs: Sequence[Tensor] = (),
+    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], needs: Needs, outs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Return dx and any needed gradients of ω, φ and weights. If ``outs`` is passed, write dx to it."""
-    grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
-    readable_call = make_readable(call)
-    with current_device(grads[0]):
-        if num_groups(readable_call) == 1:
+    grads, xs = [launching.materialise(g) for g in grads], [launching.materialise(x) for x in xs]
+    readable_call = launching.make_readable(call)
+    with launching.current_device(grads[0]):
+        if launching.num_groups(readable_call) == 1:
             dxs, partials = _run_heads(readable_call, Rows(xs, grads, [], outs), needs)
         else:  # if frequencies differ between heads, norm(x) is written to memory
             wide_dtype = accumulator(grads[0].dtype)
@@ -74,7 +56,7 @@ def backward(
             dx_bars, map_partials = launch_rows(_drop_norm(readable_call), rows, needs._replace(norm=False), wide_dtype)
             dxs, norm_partials = _run_heads(
                 _drop_map(readable_call), Rows(xs, dx_bars, [], outs), Needs(norm=needs.norm), grads[0].dtype
-            )  # fmt: skip
+            )
             partials = norm_partials._replace(angles=map_partials.angles)
         if any(needs):
             dxs += reduce_partials(partials, readable_call, call.weights, needs)
@@ -98,19 +80,6 @@ def _drop_norm(call: Call) -> Call:
     return call._replace(spec=spec, weights=NO_WEIGHTS, launches=None)
 
 
-class _Launch(NamedTuple):
-    """A prepared launch, without its tensors."""
-
-    programs: int
-    outs: Sequence[tuple[Any, tuple[int, ...]]]  # (size, stride) of each output
-    sums: Sums
-    strides: Strides
-    numbers: tuple[tuple[int, ...], tuple[int, ...]]
-    tables: tuple[int, ...]  # packed strides of cos and sin
-    variant: Variant
-    options: dict[str, Any]
-
-
 _NO_NEEDS = Needs()
 
 
@@ -118,20 +87,13 @@ def _run_heads(
     call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
     """Implement :func:`lrpe_md.engine.encode.launch.launch_rows` for a norm over all heads."""
-    xs, dys, given_outs = rows.xs, rows.dys, rows.outs
+    xs, dys = rows.xs, rows.dys
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
     call = use_affine_if_large(call, dtype, needs)
-    tables, weights, cos_sin = call.tables, call.weights, call.cos_sin
-    aligned = all(t.data_ptr() % 16 == 0 for t in (*xs, *dys, *given_outs))
-    launches = recall_launches(call, rows) if call.launches is None else call.launches
-    geometry = [t.stride() for t in (*xs, *dys, *given_outs)]
-    geometry += [(t.stride(), t.data_ptr() % 16 == 0) for t in cos_sin.tensors]
-    key = "heads", dtype, bool(dys), needs, aligned, *geometry
-    launch: _Launch | None = launches.get(key)
-    if launch is None:
-        launch = launches[key] = _make_launch(call, rows, dtype, aligned, needs)
-    outs = list(given_outs)
+    cos_sin = call.cos_sin
+    launch = find_launch(call, rows, dtype, needs, _prepare_launch)
+    outs = list(rows.outs)
     if not outs:
         outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
     partials = allocate_partials(launch.sums, device)
@@ -139,49 +101,44 @@ def _run_heads(
         x, dy, o = point_to_pairs(launch.strides, xs, dys, outs)
         sums = (partials.angles, partials.weights)
         table_arguments = None if cos_sin.cos is None else (cos_sin.cos, cos_sin.sin, launch.tables)
-        args = (x, dy, o, (*tables, table_arguments), tuple(weights), sums, launch.numbers)
+        args = (x, dy, o, (*call.tables, table_arguments), tuple(call.weights), sums, launch.numbers)
         launch_kernel(heads_kernel, launch.programs, args, launch.variant, launch.options)
     return outs, partials
 
 
-def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs) -> _Launch:
-    spec, layout = call.spec, call.layout
-    xs, dys = rows.xs, rows.dys
-    sources = dys or xs
+def _prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs) -> Launch:
+    """Implement :func:`lrpe_md.engine.encode.launch.prepare_launch` for a norm over all heads."""
+    layout, dys = call.layout, rows.dys
+    sources = dys or rows.xs
     batch, heads_q, num_tokens, _ = sources[0].shape
     heads_k = sources[1].shape[1] if len(sources) == 2 else 0
-    head_dim = xs[0].shape[3]
-    out_dim = head_dim if dys else spec.out_dim(head_dim)
-    outs = [(t.shape, t.stride()) for t in rows.outs]
-    outs = outs or [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
-    strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
-    aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
-    variant = describe_variant(call, rows, dtype, (head_dim, aligned), needs, strides)
+    outs, strides, variant = describe_variant(call, rows, dtype, aligned, needs)
     items = batch * num_tokens
     tensors = 1 + (heads_k > 0)
     stage = Pass.DOMEGA if any(needs) else Pass.BACKWARD if dys else Pass.FORWARD
-    work_plan = plan_heads(max(heads_q, heads_k), sum(variant.blocks), items * tensors, stage, INTERPRETING)
+    work_plan = plan_heads(max(heads_q, heads_k), sum(variant.blocks), items * tensors, stage, launching.INTERPRETING)
     programs = max(tensors, work_plan.programs) if items and work_plan.programs else 0
     num_q = (
         programs if tensors == 1 else items if programs == 2 * items else _count_q_programs(programs, heads_q, heads_k)
     )
     variant = variant._replace(
         block_r=work_plan.tiles, block_n=work_plan.heads, weight_by_head=variant.has_weight or variant.has_bias,
-        early=any(needs) and launches_early(),
+        early=any(needs) and launching.launches_early(),
     )  # fmt: skip
     swapped_strides = {name: [(b, n, h, d) for b, h, n, d in group] for name, group in strides.items()}
     num_weights = variant.has_weight + variant.has_bias
-    width = num_weights * variant.token_groups * max(heads_q, heads_k) * head_dim
-    *_, positions_b, rotated_b = find_table_strides(call, variant)
-    counts = (*count_tokens(layout), positions_b, rotated_b, heads_q, heads_k, num_q, items, width)
+    width = num_weights * variant.token_groups * max(heads_q, heads_k) * variant.head_dim
+    *_, positions_b, rotated_b = launching.find_table_strides(call, variant)
+    counts = (*launching.count_tokens(layout), positions_b, rotated_b, heads_q, heads_k, num_q, items, width)
     sums = Sums(
         (programs, 1, variant.num_axes + variant.has_phase, variant.num_channels) if variant.need_dangles else None,
         (programs, width) if needs.norm else None, (num_q, 0), True,
     )  # fmt: skip
-    options = {"num_warps": work_plan.num_warps}
-    entries = pack_table_strides(call, variant)
-    packed, numbers = pack_pairs(swapped_strides, variant), (pack_numbers(*counts), pack_grid(layout))
-    return _Launch(programs, outs, sums, packed, numbers, entries, variant, options)
+    packed = pack_pairs(swapped_strides, variant)
+    launch = Launch(programs, outs, sums, packed, variant, {"num_warps": work_plan.num_warps})
+    launch.numbers = pack_numbers(*counts), launching.pack_grid(layout)
+    launch.tables = pack_table_strides(call, variant)
+    return launch
 
 
 def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,48 +12,14 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from .. import kernels
+from ..core import launching
 from ..core.call import NO_TABLES, Call, Needs, Variant, Weights
-from ..core.launching import (
-    INTERPRETING,
-    LARGE_GRID,
-    are_long,
-    count_tokens,
-    current_device,
-    cut_channels,
-    describe_tables,
-    find_magic,
-    has_ptx,
-    in_eights,
-    launches_early,
-    limit_registers,
-    make_readable,
-    materialise,
-    num_groups,
-    pack_side,
-    pack_stride,
-    use_affine_positions,
-)  # fmt: skip
 from ..core.memory import accumulator, like_in_memory, strides_in_memory
 from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
 from ..kernels.signature import pack_numbers
-from .plan import Pass, Plan, Work, plan, share_rows
-
-__all__ = [
-    "Launch",
-    "Rows",
-    "backward",
-    "describe_variant",
-    "forward",
-    "launch_rows",
-    "pack_pairs",
-    "pack_table_strides",
-    "point_to_pairs",
-    "prepare_launch",
-    "recall_launches",
-    "use_affine_if_large",
-]
+from .plan import Pass, Work, plan, share_rows
 
 _NO_NEEDS = Needs()
 Strides = tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and of k in x, dy and the output
@@ -73,10 +39,10 @@ def forward(
         launch = _recall_forward(call, xs)
         if launch is not None:
             return run_launch(launch, call, Rows(xs, [], []), xs[0].dtype)[0]
-    xs, dtype = [materialise(x) for x in xs], xs[0].dtype
-    readable_call = use_affine_if_large(make_readable(call), dtype, _NO_NEEDS)
+    xs, dtype = [launching.materialise(x) for x in xs], xs[0].dtype
+    readable_call = use_affine_if_large(launching.make_readable(call), dtype, _NO_NEEDS)
     stats = []
-    with current_device(xs[0]):
+    with launching.current_device(xs[0]):
         if call.spec.dim == -2:
             for x in xs:
                 stats.append(x.new_empty((2, x.shape[0], x.shape[1], x.shape[3]), dtype=accumulator(dtype)))
@@ -123,18 +89,13 @@ def _list_strided(call: Call, xs: Sequence[Tensor]) -> Sequence[Any]:
 
 
 def backward(
-    call: Call,
-    grads: list[Tensor],
-    xs: list[Tensor],
-    stats: list[Tensor],
-    needs: Needs,
-    outs: Sequence[Tensor] = (),
+    call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], needs: Needs, outs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Return dx and any needed gradients of ω, φ and weights. If ``outs`` is passed, write dx to it."""
-    grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
-    readable_call = make_readable(call)
+    grads, xs = [launching.materialise(g) for g in grads], [launching.materialise(x) for x in xs]
+    readable_call = launching.make_readable(call)
     is_sequence_softmax = call.spec.dim == -2
-    with current_device(grads[0]):
+    with launching.current_device(grads[0]):
         inner_call = readable_call
         if is_sequence_softmax:
             inner_call = readable_call._replace(spec=call.spec._replace(act="none"))
@@ -172,7 +133,7 @@ class Launch:
 
     def __init__(
         self, programs: int, outs: list, sums: Sums, strides: Strides, variant: Variant, options: dict
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.programs = programs
         self.outs = outs  # (size, stride) of each output, or None if it has the dtype, size and stride of its input
         self.sums = sums
@@ -190,9 +151,9 @@ class Launch:
 
 def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
     """Apply :func:`use_affine_positions` to a large grid if the kernel uses the hardware's sine and cosine."""
-    if max(call.layout.sizes, default=0) <= LARGE_GRID or not _is_fast(dtype, call.weights, needs):
+    if max(call.layout.sizes, default=0) <= launching.LARGE_GRID or not _is_fast(dtype, call.weights, needs):
         return call
-    return use_affine_positions(call)
+    return launching.use_affine_positions(call)
 
 
 def launch_rows(
@@ -209,8 +170,13 @@ def launch_rows(
     return run_launch(find_launch(call, rows, dtype, needs), call, rows, dtype)
 
 
-def find_launch(call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = _NO_NEEDS) -> Launch:
-    """Return the launch for these strides and addresses, and prepare it if it is new."""
+def find_launch(
+    call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = _NO_NEEDS, prepare: Callable[..., Launch] | None = None
+) -> Launch:
+    """Return the launch for these strides and addresses. If it is new, prepare it with :func:`prepare_launch`.
+
+    ``prepare`` replaces this function, for another kernel.
+    """
     spec = call.spec
     xs, dys, _, given_outs, start = rows
     launches, (cos, sin, _) = call.launches, call.cos_sin
@@ -235,7 +201,7 @@ def find_launch(call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = _NO_N
     key = dtype, spec.act, bool(xs), bool(dys), needs, aligned, *geometry
     launch = launches.get(key)
     if launch is None:
-        launch = launches[key] = prepare_launch(call, rows, dtype, aligned, needs, any(needs) and launches_early())
+        launch = launches[key] = (prepare or prepare_launch)(call, rows, dtype, aligned, needs)
     return launch
 
 
@@ -254,14 +220,7 @@ def run_launch(launch: Launch, call: Call, rows: Rows, dtype: torch.dtype) -> tu
     if launch.programs:
         norm = None
         if call.spec.norm != "none":
-            norm = (
-                weights.weight,
-                weights.bias,
-                weights.weight_k,
-                weights.bias_k,
-                partials.weights,
-                launch.norm_numbers,
-            )
+            norm = (*weights, partials.weights, launch.norm_numbers)
         extras = norm if start is None else (norm, (start, launch.start_numbers))
         table_arguments = None if cos is None else (cos, sin, launch.tables)
         pointers = point_to_pairs(launch.strides, xs, dys, outs)
@@ -274,15 +233,11 @@ def point_to_pairs(
     strides: Strides, xs: Sequence[Tensor], dys: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> tuple[tuple[Any, ...], ...]:
     """Return pointers and strides of q and of k in x, dy and the output, in the form that kernels expect."""
-    (x_q_strides, x_k_strides), (dy_q_strides, dy_k_strides), (o_q_strides, o_k_strides) = strides
-    x_q, x_k = (*xs, None, None)[:2]
-    dy_q, dy_k = (*dys, None, None)[:2]
-    o_q, o_k = (*outs, None)[:2]
-    return (
-        (x_q, x_q_strides, x_k, x_k_strides),
-        (dy_q, dy_q_strides, dy_k, dy_k_strides),
-        (o_q, o_q_strides, o_k, o_k_strides),
-    )
+    pairs = []
+    for tensors, (q_strides, k_strides) in zip((xs, dys, outs), strides, strict=True):
+        q, k = (*tensors, None, None)[:2]
+        pairs.append((q, q_strides, k, k_strides))
+    return tuple(pairs)
 
 
 def recall_launches(call: Call, rows: Rows) -> dict:
@@ -307,29 +262,20 @@ def _launch(launch: Launch, args: tuple[Any, ...]) -> None:
         launch.run = compiled_kernel[launch.programs, 1, 1]
 
 
-def prepare_launch(
-    call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False
-) -> Launch:
+def prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs) -> Launch:
     """Prepare a launch with outputs of dtype ``dtype``. Only the shapes, strides and alignment of tensors matter.
 
-    Set ``aligned`` if all addresses are multiples of 16 bytes. Set ``early`` if the second pass of dω may start while
-    this launch is running.
+    Set ``aligned`` if all addresses are multiples of 16 bytes.
     """
-    spec = call.spec
-    xs, dys = rows.xs, rows.dys
-    sources = dys or xs
-    batch, heads0, num_tokens, last = sources[0].shape
+    spec, dys = call.spec, rows.dys
+    sources = dys or rows.xs
+    batch, heads0, num_tokens, _ = sources[0].shape
     heads1 = sources[1].shape[1] if len(sources) == 2 else 0
-    head_dim = spec.head_dim(last) if dys else last
-    out_dim = head_dim if dys else spec.out_dim(head_dim)
-    outs = _lay_out_outputs(rows, out_dim)
-    strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
-    aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
-    variant = describe_variant(call, rows, dtype, (head_dim, aligned), needs, strides)
-    if not spec.dim and aligned and spec.norm == "none":
+    outs, strides, variant = describe_variant(call, rows, dtype, aligned, needs)
+    if not spec.dim and variant.aligned and spec.norm == "none":
         variant = _flatten_channels(variant, num_tokens)
 
-    groups = max(1, num_groups(call))
+    groups = max(1, launching.num_groups(call))
     group0, group1 = heads0 // groups, heads1 // groups
     samples = batch if variant.by_sample else 1
     num_rows = num_tokens * max(1, variant.flat)
@@ -342,11 +288,11 @@ def prepare_launch(
         activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
         width=_find_tile_width(variant), itemsize=dtype.itemsize, samples=samples,
         step=variant.flat if variant.flat and has_sums else 1,  # keeps each thread on the same channels
-        interpreting=INTERPRETING, rows_per_weight=rows_per_weight, tables=variant.tables,
+        interpreting=launching.INTERPRETING, rows_per_weight=rows_per_weight, tables=variant.tables,
     )  # fmt: skip
     work_plan = plan(work)
     tile = {name: getattr(work_plan, name) for name in ("block_r", "block_n", "stages", "rows_first")}
-    variant = variant._replace(**tile, early=early)
+    variant = variant._replace(**tile, early=has_sums and launching.launches_early())
     num_blocks = triton.cdiv(num_rows, work_plan.block_n)
     token_programs = work_plan.token_programs if num_blocks else 0
     parts_per_sample, num_runs = share_rows(span, group0 + group1, work_plan.rows_per_program)
@@ -355,7 +301,7 @@ def prepare_launch(
     tokens_first = outs[0][1][2] <= outs[0][1][1]  # so that concurrent programs access adjacent memory
     if not tokens_first:
         first, second = second, first
-    magics, shifts = zip(*map(find_magic, (first, second, groups, group0 + group1, num_runs)), strict=True)
+    magics, shifts = zip(*map(launching.find_magic, (first, second, groups, group0 + group1, num_runs)), strict=True)
     programs_numbers = pack_numbers(
         int(tokens_first), first, second, groups, parts_per_sample, span, work_plan.rows_per_program, group0, group1,
         num_blocks, num_runs, batch,
@@ -365,9 +311,10 @@ def prepare_launch(
     rows_per_head = num_walks if needs.norm and variant.weight_by_head else 0
     sums = _count_sums(variant, programs, groups, (num_walks * groups * q_parts, rows_per_head))
     layouts = _drop_equal_layouts(outs, sources, dtype)
-    launch = Launch(programs, layouts, sums, pack_pairs(strides, variant), variant, _compiler_options(work_plan))
-    launch.counts = count_tokens(call.layout)
-    launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *pack_side(call, variant)
+    options = {"num_warps": work_plan.num_warps, **launching.limit_registers(work_plan.max_registers)}
+    launch = Launch(programs, layouts, sums, pack_pairs(strides, variant), variant, options)
+    launch.counts = launching.count_tokens(call.layout)
+    launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *launching.pack_side(call, variant)
     launch.norm_numbers = pack_numbers(q_parts, num_runs * samples)
     launch.tables = pack_table_strides(call, variant)
     if rows.start is not None:
@@ -379,16 +326,6 @@ def _pack_start(rows: Rows, start: Tensor) -> tuple[int, ...]:
     """Return the packed numbers of ``start`` in :func:`lrpe_md.engine.kernels.encode.move_output`."""
     lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
     return pack_numbers(*lengths, int(len(start) > 1))
-
-
-def _lay_out_outputs(rows: Rows, out_dim: int) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return the size and stride of each output."""
-    sources = rows.dys or rows.xs
-    given_outs = rows.outs or (None,) * len(sources)
-    return [
-        ((*x.shape[:3], out_dim), strides_in_memory(x, out_dim)) if t is None else (t.shape, t.stride())
-        for t, x in zip(given_outs, sources, strict=True)
-    ]
 
 
 def _drop_equal_layouts(outs: list[Any], sources: Sequence[Tensor], dtype: torch.dtype) -> list[Any]:
@@ -411,27 +348,38 @@ def _count_sums(variant: Variant, programs: int, groups: int, counts: tuple[int,
 
 
 def describe_variant(
-    call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict
-) -> Variant:
-    """Return the variant without the fields that divide the work. ``row`` is (head_dim, aligned)."""
+    call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs
+) -> tuple[list[Any], dict[str, list[Any]], Variant]:
+    """Return the size and stride of each output, all strides, and the variant without the division of the work."""
     spec, tables, weights, cos_sin = call.spec, call.tables, call.weights, call.cos_sin
-    head_dim, aligned = row
+    xs, dys = rows.xs, rows.dys
+    sources = dys or xs
+    head_dim = out_dim = spec.head_dim(sources[0].shape[3]) if dys else sources[0].shape[3]
+    if not dys:
+        out_dim = spec.out_dim(head_dim)
+    outs = [
+        ((*x.shape[:3], out_dim), strides_in_memory(x, out_dim)) if t is None else (t.shape, t.stride())
+        for t, x in zip(rows.outs or (None,) * len(sources), sources, strict=True)
+    ]
+    strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
+    all_strides = [stride for group in strides.values() for stride in group]
+    aligned = aligned and launching.in_eights(head_dim, all_strides)
     has_tables = cos_sin.cos is not None
-    tiles = cut_channels(spec, head_dim)
-    fields = describe_tables(tables, weights)
+    tiles = launching.cut_channels(spec, head_dim)
+    fields = launching.describe_tables(tables, weights)
     fields["by_sample"] = fields["by_sample"] or (has_tables and cos_sin.by_sample)
     is_index = tables.coords is None and tables.origin is None and not fields["affine"]
     wide, fast = dtype == torch.float64, _is_fast(dtype, weights, needs)
-    unit = 8 if aligned else 1
-    return Variant(
+    variant = Variant(
         *spec, head_dim=head_dim, **fields, **_describe_tables(call), **tiles._asdict(),
         backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs),
         has_k=len(strides["o"]) == 2, has_start=rows.start is not None, need_dweight=needs.norm,
         wide=wide, fast=fast and not has_tables,
         # Integers can count angles if positions are indices. They would not improve the hardware's approximations.
-        fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(has_ptx(dtype)),
-        aligned=aligned, long=are_long([each for group in strides.values() for each in group], unit),
+        fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(launching.has_ptx(dtype)),
+        aligned=aligned, long=launching.are_long(all_strides, 8 if aligned else 1),
     )  # fmt: skip
+    return outs, strides, variant
 
 
 def _describe_tables(call: Call) -> dict[str, Any]:
@@ -481,25 +429,15 @@ def _find_tile_width(variant: Variant) -> int:
 
 def pack_pairs(strides: dict[str, list[tuple[int, ...]]], variant: Variant) -> Strides:
     """Return the packed strides of q and k in x, dy and the output."""
-    return tuple(
-        tuple(pack_stride(stride, variant.aligned, variant.long) for stride in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2])
-        for group in strides.values()
-    )
-
-
-def _compiler_options(work_plan: Plan) -> dict[str, Any]:
-    return {"num_warps": work_plan.num_warps, **limit_registers(work_plan.max_registers)}
-
-
-def _are_rows_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
-    """Return whether every row is 16-byte aligned and strides are multiples of 8 elements."""
-    return all(t.data_ptr() % 16 == 0 for t in tensors) and in_eights(head_dim, [t.stride() for t in tensors])
+    aligned, long, zeros = variant.aligned, variant.long, (0, 0, 0, 0)
+    pairs = [[*group, zeros, zeros][:2] for group in strides.values()]
+    return tuple(tuple(launching.pack_stride(stride, aligned, long) for stride in pair) for pair in pairs)
 
 
 def _is_fast(dtype: torch.dtype, weights: Weights, needs: Needs) -> bool:
     """Return whether to use CUDA's sine and cosine. They are accurate enough for 16-bit outputs, but not for dω."""
     dtypes = [dtype] + [t.dtype for t in weights if t is not None and needs.norm]
-    return all(d.itemsize == 2 for d in dtypes) and not (needs.omega or needs.phase) and has_ptx(dtype)
+    return all(d.itemsize == 2 for d in dtypes) and not (needs.omega or needs.phase) and launching.has_ptx(dtype)
 
 
 def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
@@ -508,16 +446,17 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
         return
     batch, heads, num_tokens, head_dim = x.shape
     block_d = 16
-    block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if INTERPRETING else 128
+    block_n = max(16, min(triton.next_power_of_2(num_tokens), 2048)) if launching.INTERPRETING else 128
     tensors = [t for t in (x, g, dx) if t is not None]
-    aligned = _are_rows_aligned(head_dim, tensors)
-    long = are_long([t.stride() for t in tensors], 8 if aligned else 1)
+    strides = [t.stride() for t in tensors]
+    aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and launching.in_eights(head_dim, strides)
+    long = launching.are_long(strides, 8 if aligned else 1)
     x_strides, g_strides, dx_strides = (
-        pack_stride((0, 0, 0, 0) if t is None else t.stride(), aligned, long) for t in (x, g, dx)
+        launching.pack_stride((0, 0, 0, 0) if t is None else t.stride(), aligned, long) for t in (x, g, dx)
     )
     variant = Variant(
         act="softmax", dim=-2, num_channels=head_dim, head_dim=head_dim, backward=g is not None,
-        wide=x.dtype == torch.float64, functions=int(has_ptx(x.dtype)), aligned=aligned,
+        wide=x.dtype == torch.float64, functions=int(launching.has_ptx(x.dtype)), aligned=aligned,
         long=long, block_n=block_n, block_c=block_d,
     )  # fmt: skip
     args = (x, g, dx, stat, x_strides, g_strides, dx_strides, batch, heads, num_tokens)

@@ -14,8 +14,6 @@ from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory
 from ..core.operator import Operator, Part
 from ..inductor.private import enable_recording
 
-__all__ = ["ENCODE", "run_in_place"]
-
 Xs = tuple[Tensor, ...]  # x, or q and k
 
 

@@ -13,8 +13,6 @@ from ...checks import can_read, check_dense
 from ..core.call import Call
 from ..inductor.private import is_transforming
 
-__all__ = ["Target", "check_places", "check_target", "take_target", "write"]
-
 FORM = "(B, H, N, D)"
 
 
@@ -132,7 +130,7 @@ def check_target(
         _check_outs(target, xs, width, True)
         if len(_cached_reaches) >= 4096:
             _cached_reaches.clear()
-        reaches = [None if t is None else (_find_reach(t.shape, t.stride()) + 1) * t.element_size() for t in others]
+        reaches = [None if t is None else (_sum_steps(t.shape, t.stride()) + 1) * t.element_size() for t in others]
         _cached_reaches[key] = reaches
     if not xs[0].is_meta:  # meta tensors have no memory
         _check_no_overlap(target, others, reaches, (*(("q", "k") if len(xs) == 2 else ("x",)), *names))
@@ -210,33 +208,26 @@ def _overlaps_itself(shape: torch.Size, stride: tuple[int, ...]) -> bool:
     return False
 
 
-@lru_cache(maxsize=4096)
-def _find_reach(shape: torch.Size, stride: tuple[int, ...]) -> int:
-    """Return the distance in memory, in elements, from the first element to the last one."""
-    return sum(step * (size - 1) for step, size in zip(stride, shape, strict=True))
-
-
 def _may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors may share memory."""
+    """Return whether two tensors whose ranges of addresses overlap may share memory."""
     if not (a.numel() and b.numel()):
         return False
-    first, second, itemsize = a.data_ptr(), b.data_ptr(), a.element_size()
-    if first + (_find_reach(a.shape, a.stride()) + 1) * itemsize <= second:
-        return False
-    if second + (_find_reach(b.shape, b.stride()) + 1) * b.element_size() <= first:
-        return False
-    if itemsize != b.element_size() or (first - second) % itemsize:
+    distance, itemsize = b.data_ptr() - a.data_ptr(), a.element_size()
+    if itemsize != b.element_size() or distance % itemsize:
         return True
     # They may be disjoint columns of the same tensor, such as q and k in a projection.
     steps = {step for t in (a, b) for step, size in zip(t.stride(), t.shape, strict=True) if size > 1 and step > 0}
-    return not any(_are_disjoint_modulo(a, b, (second - first) // itemsize, step) for step in steps)
+    return not any(_are_disjoint_modulo(a, b, distance // itemsize, step) for step in steps)
+
+
+def _sum_steps(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the distance in memory, in elements, from the first element to the last one."""
+    return sum(step * (size - 1) for step, size in zip(strides, shape, strict=True))
 
 
 def _are_disjoint_modulo(a: Tensor, b: Tensor, offset: int, step: int) -> bool:
     """Return whether a and b occupy disjoint ranges modulo ``step``. b starts ``offset`` elements after a."""
-    arcs = [
-        sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True) if s % step) for t in (a, b)
-    ]  # fmt: skip
+    arcs = [_sum_steps(t.shape, [s if s % step else 0 for s in t.stride()]) for t in (a, b)]
     return offset % step > arcs[0] and -offset % step > arcs[1]
 
 

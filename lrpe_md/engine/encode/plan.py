@@ -9,11 +9,6 @@ from typing import NamedTuple
 
 import triton
 
-__all__ = [
-    "TILES", "HeadsPlan", "Pass", "Plan", "Tile", "Work", "cut_rows", "cut_shared_rows", "plan", "plan_heads",
-    "share_rows", "tile",
-]  # fmt: skip
-
 
 class Pass(Enum):
     FORWARD = "forward"

@@ -7,26 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core import sharding
 from ..core.call import Call, CosSin, Layout, Weights
 from ..core.norms import of_tensor
 from ..core.operator import is_sharded
-from ..core.sharding import (
-    BATCH,
-    HEADS,
-    TOKENS,
-    check_cut,
-    check_heads,
-    check_mesh,
-    check_placements,
-    count_ranks,
-    local_part,
-    local_positions,
-    local_weights,
-    take_local,
-    wrap_shard,
-)  # fmt: skip
-
-__all__ = ["run_shards"]
+from ..core.sharding import BATCH, HEADS, TOKENS
 
 
 def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -34,20 +19,13 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
 
     Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence, or
     their rows of tables. Other tensors are sharded like xs along shared dimensions, and replicated along all others.
-    Plain tensors count as replicated. Gradients are the same as without sharding. Each gradient has the placements of
-    its tensor. Where only xs are sharded, the gradients of other tensors are summed over the ranks.
-
-    Raises:
-        TypeError: if plain tensors are mixed with DTensors.
-        ValueError: if meshes differ, if head_dim is sharded, if a placement is Partial, if softmax would run over
-            sharded tokens, if the number of heads with separate frequencies isn't a multiple of the number of ranks, or
-            if shards differ from those of torch.chunk.
+    Plain tensors count as replicated. Gradients are the same as without sharding, with the placements of their tensors.
     """
     spec, layout, tables = call.spec, call.layout, call.tables
-    check_placements(spec, xs, tables.omega, tables.phase)
+    sharding.check_placements(spec, xs, tables.omega, tables.phase)
     first_name = "x" if len(xs) == 1 else "q"
-    check_mesh("norm.weight, norm.bias", call.weights, first_name, xs[0])
-    check_mesh("tables", call.cos_sin.tensors, first_name, xs[0])
+    sharding.check_mesh("norm.weight, norm.bias", call.weights, first_name, xs[0])
+    sharding.check_mesh("tables", call.cos_sin.tensors, first_name, xs[0])
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
         # With one replicated key head, q's and k's gradients of the frequencies are summed over different ranks.
         q, k = xs
@@ -59,21 +37,21 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
     x, cos_sin = xs[0], call.cos_sin
     if cos_sin.cos is None:
         for tensor in xs:
-            check_cut(tables, tensor)
-        layout, tables = local_positions(layout, tables, x)
+            sharding.check_cut(tables, tensor)
+        layout, tables = sharding.local_positions(layout, tables, x)
     else:
         for tensor in xs:
-            local_part(tensor, TOKENS)
+            sharding.local_part(tensor, TOKENS)
         layout, cos_sin = _local_tables(layout, cos_sin, x)
     q_weights, k_weights = of_tensor(call.weights, 0), of_tensor(call.weights, 1)
     in_rows = cos_sin.cos is None
     weights = [
-        local_weights(tensor_weights, call.layout, t, in_rows)[:2]
+        sharding.local_weights(tensor_weights, call.layout, t, in_rows)[:2]
         for tensor_weights, t in ((q_weights, xs[0]), (k_weights, xs[-1]))
     ]
     local = Call(spec, layout, tables, None, Weights(*weights[0], *weights[1]), cos_sin)
     ys = run(local, tuple(x.to_local() for x in xs), ())
-    return tuple(wrap_shard(y, x, spec.out_dim(x.shape[3])) for x, y in zip(xs, ys, strict=True))
+    return tuple(sharding.wrap_shard(y, x, spec.out_dim(x.shape[3])) for x, y in zip(xs, ys, strict=True))
 
 
 def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosSin]:
@@ -82,17 +60,17 @@ def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosS
     DTensor tables are sharded along the tokens if their rows are sharded and every token has a row. Other tables keep
     all rows, and the layout's start is the row where the shard begins.
     """
-    start, length = local_part(x, TOKENS)
+    start, length = sharding.local_part(x, TOKENS)
     outer = len(cos_sin.shape) - 2
     dims = {dim: dim for dim in (BATCH, HEADS)[:outer] if cos_sin.shape[dim] > 1}
-    rows_sharded = any(is_sharded(t) and count_ranks(t, outer) > 1 for t in cos_sin.tensors)
+    rows_sharded = any(is_sharded(t) and sharding.count_ranks(t, outer) > 1 for t in cos_sin.tensors)
     if rows_sharded and layout.num_grid_tokens == layout.num_tokens:
         dims[TOKENS] = outer
         layout = Layout(length, 0, length, 0, ())
     else:
         layout = layout._replace(num_tokens=length, start=layout.start + start)
     if HEADS in dims:
-        check_heads("tables", cos_sin.tensors[0], HEADS, x)
+        sharding.check_heads("tables", cos_sin.tensors[0], HEADS, x)
     cos, sin = (None if t is None else _local_table(t, x, dims) for t in cos_sin[:2])
     return layout, cos_sin._replace(cos=cos, sin=sin)
 
@@ -100,9 +78,9 @@ def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosS
 def _local_table(t: Tensor, x: Any, dims: dict[int, int]) -> Tensor:
     """Return this rank's part of a table. The part is a view if the table is a plain tensor that needs no gradient."""
     if is_sharded(t) or t.requires_grad:
-        return take_local(t, x, dims)
+        return sharding.take_local(t, x, dims)
     for dim, table_dim in dims.items():
-        start, length = local_part(x, dim)
+        start, length = sharding.local_part(x, dim)
         heads_per_row = x.shape[dim] // t.shape[table_dim]  # number of adjacent heads of x that share rows
         t = t.narrow(table_dim, start // heads_per_row, length // heads_per_row)
     return t

@@ -15,8 +15,6 @@ from ..core.call import Call, CallerTables, CosSin, Layout, Spec
 from ..core.memory import accumulator
 from ..core.operator import warn_caller
 
-__all__ = ["TABLE_NAMES", "check_tables", "find_positional", "replace_angles", "store_angles", "take_tables"]
-
 COS, SIN = TABLE_NAMES = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -149,12 +147,11 @@ def _warn_of_other_layout(sin: Tensor, spec: Spec) -> None:
 
 
 def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
-    check_dense(name, t, FORM)
-    x, shape = xs[0], tuple(t.shape)
+    x = xs[0]
+    check_dense(name, t, FORM, x)
+    shape = tuple(t.shape)
     if t.dtype not in _REAL:
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
-    if t.device != x.device:
-        raise ValueError(f"{name}: expected a tensor on x's device {x.device}, got {t.device}")
     if t.ndim not in (2, 3, 4):
         raise ValueError(f"{name}: expected {FORM}, got {shape}")
     widths = [spec.num_channels] if spec.map == "cosine" else [spec.num_channels, 2 * spec.num_channels]

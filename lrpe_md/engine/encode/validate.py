@@ -16,27 +16,17 @@ from ...positions.grid import Grid
 from ...reference import ACTIVATIONS, MAPS
 from ..core.call import (
     NO_WEIGHTS,
-    Act,
     Call,
     CallerTables,
-    Impl,
     Layout,
     Options,
     Order,
-    Pairs,
-    Positions,
     Spec,
     Tables,
     Weights,
 )
 from ..core.norms import check_weights
 from .tables import TRANSPOSE, check_tables
-
-__all__ = [
-    "WHOLE_PACK", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_input",
-    "check_pairs", "check_unused", "explain_unknown_keyword", "locate", "remedy", "remedy_layout", "rotary_slice",
-    "validate",
-]  # fmt: skip
 
 ORDERS = get_args(Order)
 PAIRS = ("half", "interleaved")
@@ -236,10 +226,8 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, 
 
 
 def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, ...], form: str) -> None:
-    check_dense(name, t, form)
+    check_dense(name, t, form, xs[0])
     check_precise(name, t.dtype, FSDP)
-    if t.device != xs[0].device:
-        raise ValueError(f"{name}: expected a tensor on x's device {xs[0].device}, got {t.device}")
     if t.ndim != 1 + len(tail) or tuple(t.shape[1:]) != tail:
         advice = f"; pass {name}[None]" if tuple(t.shape) == tail else ""
         raise ValueError(

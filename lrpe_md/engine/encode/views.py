@@ -17,8 +17,6 @@ from ..core.operator import is_direct
 from ..core.projection import Split, TracedSplit
 from ..inductor.private import is_exporting, is_transforming
 
-__all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
-
 # Takes one tensor (B, H, N, D), or q and k, and returns the same number of tensors.
 Encode = Callable[..., Any]
 

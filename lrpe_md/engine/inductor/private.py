@@ -1,9 +1,7 @@
 """Wrap private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
 
 ``READ_FROM`` maps each name to the torch version in which we looked it up, and includes the names in lowering.py,
-core/recording.py and the integrations. A test looks up all names, and reports any that a new version of torch has
-removed. Attributes of objects, such as ``_cdata``, are not listed. If torch removes a name that is bound at module
-level, the import fails. If it removes any other name, calls fail.
+core/recording.py and the integrations, but no attributes of objects. A test reports names that torch has removed.
 """
 
 from __future__ import annotations
@@ -16,12 +14,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
-
-__all__ = [
-    "READ_FROM", "are_transforms_active", "assert_async", "copy_each", "enable_recording", "find_backward",
-    "get_storage_id", "has_static_value", "is_exporting", "is_legacy_batched", "is_tracing", "is_transforming",
-    "num_dispatch_modes",
-]  # fmt: skip
 
 _V211, _V214 = "2.11", "2.14"
 READ_FROM: dict[str, str] = {

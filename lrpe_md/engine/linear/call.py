@@ -9,24 +9,7 @@ from torch import Tensor
 
 from ...norm import Norm
 from ...reference_linear import Attention
-from ..core.call import (
-    NO_WEIGHTS,
-    Act,
-    Impl,
-    Layout,
-    NormOptions,
-    Options,
-    Order,
-    Pairs,
-    Spec,
-    Tables,
-    Weights,
-)
-
-__all__ = [
-    "Description", "Directions", "LinearCall", "LinearNeeds", "LinearOptions", "MapOrNone", "NormalizerName",
-    "Operands", "Packing", "Results", "Rule", "Sides", "State",
-]  # fmt: skip
+from ..core.call import NO_WEIGHTS, Act, Impl, Layout, NormOptions, Options, Order, Pairs, Spec, Tables, Weights
 
 MapOrNone = Literal["cosine", "rotate"] | None
 NormalizerName = Literal["unrotated", "encoded", "none"]

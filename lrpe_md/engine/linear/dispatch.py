@@ -34,8 +34,6 @@ from .validate import (
 
 WITH_STATE, WITHOUT_STATE = Results(True), Results(False)
 
-__all__ = ["as_state", "run_encoded", "run_linear_attention"]
-
 
 def as_state(state: Any) -> tuple[Tensor, ...]:
     """Convert a state (S, Σ), (S, None) or None to a tuple of its tensors."""
@@ -148,9 +146,7 @@ def run_encoded(
     return (o, pack_state(final_state)) if options.return_state else o
 
 
-def _normalise_first(
-    options: LinearOptions, q: Tensor, k: Tensor, norm: Norm, positions: Any
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _normalise_first(options: LinearOptions, q: Tensor, k: Tensor, norm: Norm, positions: Any) -> tuple[Tensor, Tensor]:
     check_input("k", k, q, other_length=True)
     if is_sharded(q, k):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -14,52 +14,14 @@ from triton.runtime.errors import OutOfResources
 
 from ...reference import ACTIVATIONS, split_pairs
 from .. import kernels
-from ..core import recording
-from ..core.call import Call, Layout, Needs, Spec, Tables, Variant, Weights
-from ..core.launching import (
-    INTERPRETING,
-    are_long,
-    count_tokens,
-    current_device,
-    cut_channels,
-    cut_width,
-    describe_tables,
-    has_ptx,
-    launches_early,
-    lay_weight,
-    limit_registers,
-    materialise_each,
-    pack_side,
-    pack_stride,
-    read_sides,
-    strides_in_eights,
-)  # fmt: skip
+from ..core import launching, recording
+from ..core.call import Call, Layout, Needs, Spec, Variant, Weights
 from ..core.memory import accumulator, like_in_memory
 from ..core.reduction import Partials, Sums, reduce_partial, reduce_weights
 from ..kernels.signature import pack_numbers
-from . import plan as plans
+from . import plan
 from .call import LinearCall, LinearNeeds, Operands
-from .plan import (
-    DECAYING,
-    NARROWEST,
-    NORMALIZED,
-    SEPARATE,
-    SEPARATE_STATE,
-    LinearPass,
-    LinearTile,
-    choose_scan_tile,
-    choose_tile,
-    choose_value_widths,
-    choose_walk,
-    choose_widths,
-    cut_outputs,
-    cut_parts,
-    cut_pieces,
-    pad_width,
-    shrink,
-)
-
-__all__ = ["backward", "find_saved_shapes", "forward"]
+from .plan import LinearPass, LinearTile
 
 NO_NEEDS = LinearNeeds()
 COLUMNS = 128  # with at least this many features, o of a causal block is faster with tokens as columns
@@ -105,7 +67,7 @@ def derive_sizes(call: LinearCall, operands: Operands) -> Sizes:
     raw = spec.map == spec.act == spec.norm == call.attention.normalizer == "none"
     raw = raw and operands.q.dtype == torch.bfloat16 and operands.gate is None
     dtype, one_side = operands.q.dtype, call.has_one_side
-    operand = dtype if dtype.itemsize > 2 else torch.float32 if INTERPRETING else torch.bfloat16
+    operand = dtype if dtype.itemsize > 2 else torch.float32 if launching.INTERPRETING else torch.bfloat16
     return Sizes(
         batch, groups, heads // groups, num_queries, num_keys, head_dim, v_dim, features, sums, raw, one_side,
         accumulator(dtype), operand,
@@ -152,22 +114,22 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
     piece. Tables are cached forever, so set ``makes_table`` to False if you only need the number of pieces.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
-    walk, state = choose_walk(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
-    count, length = cut_pieces(num_tokens, sizes.rows, state, walk)
+    divisor, state = plan.choose_divisor(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
+    count, length = plan.cut_pieces(num_tokens, sizes.rows, state, divisor)
     table, num_slots = None, 1
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
         num_slots = count if mask == "causal" else len(call.cu_seqlens)
         if makes_table:
-            table = _tabulate_sequences(
-                call.cu_seqlens.clamp(0, num_tokens), count, PieceLengths(length, length), mask == "causal"
-            )
+            cu_seqlens = call.cu_seqlens.clamp(0, num_tokens)
+            table = _tabulate_sequences(cu_seqlens, count, PieceLengths(length, length), mask == "causal")
     elif mask == "causal":
         num_slots = count
         table = _tabulate_range(num_tokens, PieceLengths(length, length), device) if makes_table else None
     elif mask != "full":
         blocks = num_tokens, layout.ends, call.attention.block, length
-        count, num_slots = _count_blocks(*blocks)
+        rows = list_blocks(*blocks)
+        count, num_slots = len(rows), rows[-1][2] + 1
         table = tabulate_blocks(*blocks, device) if makes_table else None
     return Pieces(table, length, count, num_slots, num_tokens)
 
@@ -188,7 +150,7 @@ def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, 
     num_unneeded = 0 if needs_all else 1
     heads = sizes.rows * (sizes.repeats if backward else 1)
     piece_lengths = PieceLengths(
-        pieces.length, cut_parts(pieces.length, heads * max(1, pieces.num_pieces - num_unneeded), sizes.state)
+        pieces.length, plan.cut_parts(pieces.length, heads * max(1, pieces.num_pieces - num_unneeded), sizes.state)
     )
     if call.cu_seqlens is not None:  # only the device knows where pieces begin
         count = (
@@ -252,26 +214,20 @@ def _tabulate_range(num_tokens: int, piece_lengths: PieceLengths, device: torch.
 
 @cache
 def tabulate_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
+    return make_table(list_blocks(num_tokens, ends, block, length), device)
+
+
+@lru_cache(maxsize=128)
+def list_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int) -> list[list[int]]:
+    """Return the rows of a table of pieces, where each block is a slot. Prefix and suffix are separate blocks."""
+    prefix, suffix = ends
+    bounds = sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
     rows = [
         [n, min(n + length, end), slot, 0]
-        for slot, (begin, end) in enumerate(pairwise(bound_blocks(num_tokens, ends, block)))
+        for slot, (begin, end) in enumerate(pairwise(bounds))
         for n in range(begin, end, length)
     ]
-    return make_table(rows or [[0, 0, 0, 0]], device)
-
-
-@cache
-def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int) -> tuple[int, int]:
-    """Return the number of pieces and the number of blocks."""
-    bounds = bound_blocks(num_tokens, ends, block)
-    pieces = sum(triton.cdiv(end - begin, length) for begin, end in pairwise(bounds))
-    return max(1, pieces), max(1, len(bounds) - 1)
-
-
-def bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
-    """Return the first token of each block, and the end of the last one. Prefix and suffix are separate blocks."""
-    prefix, suffix = ends
-    return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
+    return rows or [[0, 0, 0, 0]]
 
 
 def make_table(rows: list[Any], device: torch.device) -> Tensor:
@@ -289,7 +245,7 @@ class LaunchInputs:
         self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NO_NEEDS
     ) -> None:
         self.call, self.needs, gate = call, needs, operands.gate
-        self.q, self.k, self.v, self.do, self.gate = materialise_each(*operands[:3], do, gate)
+        self.q, self.k, self.v, self.do, self.gate = launching.materialise_each(*operands[:3], do, gate)
         launches = {} if call.launches is None else call.launches
         sizes = launches.get("sizes")
         if sizes is None:
@@ -301,51 +257,45 @@ class LaunchInputs:
             self.gate = self.gate.view(torch.uint8)
         sides = Call(call.spec, call.q_layout, call.q_tables), Call(call.spec, call.k_layout, call.k_tables)
         if call.spec.map != "none":
-            sides = read_sides(*sides, sizes.one_side, self.narrow)
+            sides = launching.read_sides(*sides, sizes.one_side, self.narrow)
         self.q_side, self.k_side = sides[0], sides[0] if sizes.one_side else sides[1]
         if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
             self.q_side, self.k_side = _add_zero_phase(self.q_side), _add_zero_phase(self.k_side)
         self.sides = (self.q_side, self.k_side)
         self.weights = call.weights
         if call.spec.norm != "none":
-            self.weights = Weights(*(None if t is None else lay_weight(t) for t in call.weights))
+            self.weights = Weights(*(None if t is None else launching.lay_weight(t) for t in call.weights))
+        self.state, self.decay = operands.state, operands.decay
         self.log_decay: Tensor | None = None  # log g (B, H_k, N), with a causal mask
-        self.decay_per_head = (
-            call.attention.mask == "causal" and operands.decay is not None and operands.decay.ndim == 1
-        )
+        self.decay_per_head = False
+        if call.attention.mask == "causal" and self.decay is not None:
+            self.decay_per_head = self.decay.ndim == 1
+            logs = self.decay.detach().to(self.acc).log()
+            logs = logs[None, :, None] if self.decay_per_head else logs
+            self.log_decay = logs.expand(sizes.batch, sizes.groups, sizes.num_keys)
         self.need_dangles = needs.omega or needs.phase_q or needs.phase_k
-        tensors = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
+        self.tensors = [self.q, self.k, self.v] if do is None else [self.q, self.k, self.v, self.do]
         address, strides = 0, []
-        for t in tensors:
+        for t in self.tensors:
             address |= t.data_ptr()
             strides.append(t.stride())
-        self.tensors, self.is_16_byte_aligned = tensors, address % 16 == 0
+        self.is_16_byte_aligned = address % 16 == 0
         # Variants, pieces and numbers from earlier calls with the same sizes, strides and needs.
         self.cache: dict[Any, Any] = launches.setdefault((*strides, self.is_16_byte_aligned, needs), {})
 
     def describe(
-        self, stage: LinearPass, side: Call, outs: Sequence[Tensor] = (), **changes: Any
+        self, stage: LinearPass, side: Call | None, outs: Sequence[Tensor] = (), **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
-        """Return the variant and the compiler options of a kernel that reads the positions and tables of q or of k."""
-        key = stage, side is self.q_side, *changes.values()
-        config = self.cache.get(key)
-        if config is None:
-            config = self.cache[key] = self._describe(stage, side, outs, changes)
-        return config
+        """Return the variant and the compiler options of a kernel that reads the positions and tables of q or of k.
 
-    def describe_both(
-        self, stage: LinearPass, outs: Sequence[Tensor], **changes: Any
-    ) -> tuple[Variant, dict[str, Any]]:
-        """Return the variant and the compiler options of a kernel that reads the positions and tables of q and k.
-
-        The variant describes k. If q needs a different variant, the field ``queries`` holds that variant.
+        If ``side`` is None, the kernel reads those of both. The variant then describes k. If q needs a different
+        variant, the field ``queries`` holds that variant.
         """
-        key = stage, "both", *changes.values()
+        key = stage, side is None, side is self.q_side, *changes.values()
         config = self.cache.get(key)
         if config is None:
-            (variant, options), (queries, _) = (
-                self._describe(stage, side, outs, changes) for side in (self.k_side, self.q_side)
-            )
+            variant, options = self._describe(stage, side or self.k_side, outs, changes)
+            queries = variant if side else self._describe(stage, self.q_side, outs, changes)[0]
             if variant != queries:
                 # With a causal or block mask, q and k share their positions.
                 assert self.call.attention.mask == "full"
@@ -360,29 +310,29 @@ class LaunchInputs:
         spec = spec if sizes.raw else _pair_channels(spec, sizes.head_dim)
         tensors = [*self.tensors, *outs]
         aligned = self.is_16_byte_aligned and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
-        aligned = aligned and all(strides_in_eights(t.stride()) for t in tensors)
+        aligned = aligned and all(launching.strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
         causal = self.call.attention.mask == "causal"
-        choose = pad_width if causal else partial(choose_widths, stage=stage)
-        tiles = cut_channels(spec, sizes.head_dim, choose, pad_width)
-        values = cut_width(0, sizes.v_dim, pad_width if causal else choose_value_widths)
+        choose = plan.pad_width if causal else partial(plan.choose_widths, stage=stage)
+        tiles = launching.cut_channels(spec, sizes.head_dim, choose, plan.pad_width)
+        values = launching.cut_width(0, sizes.v_dim, plan.pad_width if causal else plan.choose_value_widths)
         v_begins, v_widths, v_blocks = zip(*values, strict=True)
-        ptx = has_ptx(self.dtype)
+        ptx = launching.has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
         normalizer = self.call.attention.normalizer
-        is_separate = causal and normalizer == "unrotated" and state > SEPARATE_STATE and self.log_decay is None
-        rows = SEPARATE if is_separate else self._choose_rows(spec)
-        tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
+        is_separate = causal and normalizer == "unrotated" and state > plan.SEPARATE_STATE and self.log_decay is None
+        rows = plan.SEPARATE if is_separate else self._choose_rows(spec)
+        tile = plan.choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, launching.INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
             keys = rows.get(LinearPass.CAUSAL_KEYS, LinearPass.CAUSAL_KEYS)
-            block_n = choose_tile(keys, state, self.dtype.itemsize, INTERPRETING, regular).block_n
+            block_n = plan.choose_tile(keys, state, self.dtype.itemsize, launching.INTERPRETING, regular).block_n
             tile = tile._replace(block_n=block_n)
         single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == len(v_blocks) == 1
-        single_layout = single_layout and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
+        single_layout = single_layout and (launching.INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
         output_transposed = single_layout and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
-        fields = describe_tables(tables, self.weights)
+        fields = launching.describe_tables(tables, self.weights)
         if spec.map == "none":
             fields["num_axes"] = 0
         sum_blocks = {"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[normalizer]
@@ -392,7 +342,7 @@ class LaunchInputs:
             wide=self.dtype == torch.float64, fast=self.narrow and ptx,
             fixed=tables.coords is tables.origin is tables.affine is None and self.dtype != torch.float64,
             functions=2 if self.narrow and ptx else int(ptx),
-            aligned=aligned, long=are_long([t.stride() for t in tensors], unit),
+            aligned=aligned, long=launching.are_long([t.stride() for t in tensors], unit),
             block_n=tile.block_n, stages=tile.stages,
             tokens_as_n=_has_tokens_as_n(causal, single_layout, tile.block_n), single_layout=single_layout,
             output_transposed=output_transposed,
@@ -410,15 +360,15 @@ class LaunchInputs:
             sum_blocks=sum_blocks, sum_begins=tuple(accumulate(sum_blocks, initial=0)),
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
             memory="sum" if self.log_decay is None else "add", decay_per_head=self.decay_per_head,
-            need_ddecay=need_ddecay, early=stage in EARLY and not causal and launches_early(),
+            need_ddecay=need_ddecay, early=stage in EARLY and not causal and launching.launches_early(),
         )  # fmt: skip
         return replace_fields(variant, changes), _make_options(tile, variant.early and stage is LinearPass.QUERY_STATE)
 
     def _choose_rows(self, spec: Spec) -> dict[LinearPass, LinearPass]:
         """Return the rows of the tile table that replace those of causal passes."""
         if self.call.attention.normalizer != "none":
-            return NORMALIZED
-        return {} if self.log_decay is None or spec.map == "none" else DECAYING
+            return plan.NORMALIZED
+        return {} if self.log_decay is None or spec.map == "none" else plan.DECAYING
 
     def pieces(self, of_queries: bool) -> Pieces:
         key = "pieces", of_queries
@@ -449,33 +399,25 @@ class LaunchInputs:
 
     def flatten_keys(self, variant: Variant, partial: Tensor | None = None) -> tuple:
         """Return the kernel arguments for k. ``partial`` receives partial sums for the gradients of norm weights."""
-        weights, layout = self.weights, self.call.k_layout
-        norm = self._flatten_norm(weights.weight_k, weights.bias_k, partial, layout)
-        return self._flatten(self.k_side, variant), norm
+        return self._flatten(self.k_side, variant, (*self.weights[2:], partial), self.call.k_layout)
 
     def flatten_queries(self, variant: Variant, partial: Tensor | None = None) -> tuple:
         """Return the kernel arguments for q, as :meth:`flatten_keys` does for k."""
-        weights, layout = self.weights, self.call.q_layout
-        norm = self._flatten_norm(weights.weight, weights.bias, partial, layout)
-        return self._flatten(self.q_side, variant.queries or variant), norm
+        return self._flatten(self.q_side, variant.queries or variant, (*self.weights[:2], partial), self.call.q_layout)
 
-    def _flatten_norm(
-        self, weight: Tensor | None, bias: Tensor | None, partial: Tensor | None, layout: Layout
-    ) -> tuple | None:  # fmt: skip
-        if self.call.spec.norm == "none":
-            return None
-        return weight, bias, partial, pack_numbers(layout.start - layout.prefix, layout.num_grid_tokens)
-
-    def _flatten(self, side: Call, variant: Variant) -> tuple:
-        """Return the tables and numbers of q or of k."""
-        if side.spec.map == "none":
-            return ()
-        key = "numbers", side is self.q_side
-        numbers = self.cache.get(key)
-        if numbers is None:
-            numbers = self.cache[key] = pack_numbers(*count_tokens(side.layout)), *pack_side(side, variant)
-        t = side.tables
-        return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
+    def _flatten(self, side: Call, variant: Variant, weights: tuple[Tensor | None, ...], layout: Layout) -> tuple:
+        """Return the tables and numbers of q or of k, and the weights and numbers of its norm."""
+        tables, norm = (), None
+        if side.spec.map != "none":
+            key = "numbers", side is self.q_side
+            numbers = self.cache.get(key)
+            if numbers is None:
+                counts = pack_numbers(*launching.count_tokens(side.layout))
+                numbers = self.cache[key] = (counts, *launching.pack_side(side, variant))
+            tables = (*side.tables, numbers)
+        if side.spec.norm != "none":
+            norm = (*weights, pack_numbers(layout.start - layout.prefix, layout.num_grid_tokens))
+        return tables, norm
 
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
         """Pack the numbers of heads, pieces and samples for kernels that process queries."""
@@ -485,7 +427,7 @@ class LaunchInputs:
 def _make_options(tile: LinearTile, starts_early: bool) -> dict[str, Any]:
     """Return the compiler options. ``starts_early`` starts the kernel while the previous one is still running."""
     early = {"launch_pdl": True} if starts_early else {}
-    return {"num_warps": tile.num_warps, **limit_registers(tile.max_registers), **early}
+    return {"num_warps": tile.num_warps, **launching.limit_registers(tile.max_registers), **early}
 
 
 def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
@@ -506,7 +448,7 @@ def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
 
 def name_operand(dtype: torch.dtype) -> str:
     """Return the name of the rounding that ``to_operand`` in kernels/features.py applies to factors of a product."""
-    return "same" if dtype.itemsize > 2 else "rounded" if INTERPRETING else "bfloat16"
+    return "same" if dtype.itemsize > 2 else "rounded" if launching.INTERPRETING else "bfloat16"
 
 
 def _share_sums(block_c: int, tile: LinearTile) -> int:
@@ -541,11 +483,9 @@ def _add_zero_phase(side: Call) -> Call:
     return side._replace(tables=tables._replace(phase=tables.omega.new_zeros(1, side.spec.num_channels)))
 
 
-def with_strides(t: Tensor | None, variant: Variant) -> tuple:
-    """Return a tensor and its packed strides, in the form that the kernels expect."""
-    if t is None:
-        return None, pack_numbers(0, 0, 0, 0)
-    return t, pack_stride(t.stride(), variant.aligned, variant.long)
+def with_strides(variant: Variant, *tensors: Any) -> tuple:
+    """Return pairs of a tensor and its packed strides, in the form that the kernels expect."""
+    return tuple([(t, launching.pack_stride(t.stride(), variant.aligned, variant.long)) for t in tensors])
 
 
 def gate_with_strides(gate: Tensor | None) -> tuple:
@@ -555,16 +495,11 @@ def gate_with_strides(gate: Tensor | None) -> tuple:
     return gate, pack_numbers(b, h if gate.shape[1] > 1 else 0, n)
 
 
-def gates_with_strides(inputs: LaunchInputs) -> tuple:
-    """Return β and log g in the form that causal kernels expect. Either may be None."""
-    return gate_with_strides(inputs.gate), gate_with_strides(inputs.log_decay)
-
-
 _fitting_configs: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # replaces variants that need too much shared memory
 
 
-def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[Variant, dict[str, Any]]) -> None:
-    """Launch a kernel. If its tile needs more shared memory than the GPU has, try the tiles of :func:`shrink`.
+def launch_with_fallback(kernel: Any, programs: int, args: tuple, variant: Variant, options: dict[str, Any]) -> None:
+    """Launch a kernel. If its tile needs more shared memory than the GPU has, try the tiles of :func:`plan.shrink`.
 
     The tile that fits is cached for later launches. Recorded launches always use the first tile.
 
@@ -573,13 +508,12 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
     """
     if not programs:
         return
-    variant, options = config
     key = kernel, variant
-    variant, options = _fitting_configs.get(key, config)
+    variant, options = _fitting_configs.get(key, (variant, options))
     try:
         recording.launch_kernel(kernel, programs, args, variant, options)
     except OutOfResources:
-        smaller_tiles = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
+        smaller_tiles = plan.shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
         if variant.need_ddecay and variant.causal:
             smaller_tiles = [tile for tile in smaller_tiles if tile.block_n == variant.block_n]
         for i, tile in enumerate(smaller_tiles):
@@ -604,28 +538,33 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
 # --- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o and, if requested, the state after the last token and the tensors that the backward pass needs."""
-    inputs, state = LaunchInputs(call, operands), operands.state
-    sizes, eps = inputs.sizes, call.attention.eps
+def forward(
+    call: LinearCall,
+    operands: Operands,
+    return_state: bool,
+    keep: bool,
+    sum_as: Callable[..., tuple[SlotStates, list[Tensor]]] | None = None,
+) -> list[Tensor]:
+    """Return o and, if requested, the state after the last token and the tensors that the backward pass needs.
+
+    ``sum_as`` replaces :func:`sum_states`. It may return further tensors for the backward pass after S and Z.
+    """
+    inputs = LaunchInputs(call, operands)
+    sizes, is_causal = inputs.sizes, call.attention.mask == "causal"
     o = like_in_memory(inputs.q, sizes.v_dim)
-    with current_device(inputs.q):
-        if is_one_pass(call, sizes, bool(state) or return_state, keep):
-            config = inputs.describe_both(LinearPass.FORWARD, [o])
-            variant, _ = config
-            tensors = (with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, o))
+    with launching.current_device(inputs.q):
+        if sum_as is None and is_one_pass(call, sizes, bool(operands.state) or return_state, keep):
+            variant, options = inputs.describe(LinearPass.FORWARD, None, [o])
+            tensors = with_strides(variant, inputs.q, inputs.k, inputs.v, o)
             sides = (inputs.flatten_queries(variant), inputs.flatten_keys(variant))
             counts = pack_numbers(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys)
-            args = (*tensors, gate_with_strides(inputs.gate), *sides, counts, eps)
-            launch_with_fallback(kernels.linear_forward_kernel, sizes.rows, args, config)
+            args = (*tensors, gate_with_strides(inputs.gate), *sides, counts, call.attention.eps)
+            launch_with_fallback(kernels.linear_forward_kernel, sizes.rows, args, variant, options)
             return [o]
-        if call.attention.mask == "causal":
-            slot_states, final_state = sum_causal_states(inputs, state, return_state)
-            launch_causal_outputs(inputs, o, slot_states)
-        else:
-            slot_states, final_state = sum_states(inputs, state, return_state)
-            launch_outputs(inputs, o, slot_states)
-    return [o, *final_state, *(slot_states if keep else ())]
+        sum_as = sum_as or (sum_causal_states if is_causal else sum_states)
+        saved, final_state = sum_as(inputs, return_state)
+        (launch_causal_outputs if is_causal else launch_outputs)(inputs, o, saved[:2])
+    return [o, *final_state, *(saved if keep else ())]
 
 
 def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool, trains: bool) -> bool:
@@ -643,22 +582,22 @@ def fits_one_pass(num_tokens: int, v_dim: int, num_features: int, trains: bool) 
 
     The state counts with its padding: v to a power of two, features to a multiple of NARROWEST.
     """
-    state = max(NARROWEST, 1 << (v_dim - 1).bit_length()) * (-(-num_features // NARROWEST) * NARROWEST)
-    longest = min(plans.ONE_PASS, plans.ONE_PASS_TRAINING) if trains else plans.ONE_PASS
-    return state <= plans.ONE_PASS_STATE and num_tokens <= longest
+    state = max(plan.NARROWEST, 1 << (v_dim - 1).bit_length()) * (-(-num_features // plan.NARROWEST) * plan.NARROWEST)
+    longest = min(plan.ONE_PASS, plan.ONE_PASS_TRAINING) if trains else plan.ONE_PASS
+    return state <= plan.ONE_PASS_STATE and num_tokens <= longest
 
 
 SlotStates = tuple[Any, ...]  # the state that the tokens of each slot see: S (as operands) and Z, or () without a state
 
 
-def sum_states(inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
+def sum_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
     """Return the state that the tokens of each slot see and, if ``returns_final``, the state after the last token."""
     pieces, needed_pieces, _ = inputs.parts(returns_final)
-    if pieces.is_whole and not state and not returns_final:
+    if pieces.is_whole and not inputs.state and not returns_final:
         slot_states = allocate_slots(inputs, 1)
         launch_states(inputs, slot_states, pieces, False)
         return slot_states, []
-    return scan_states(inputs, form_states(inputs, needed_pieces, returns_final), pieces, state, returns_final)
+    return scan_states(inputs, form_states(inputs, needed_pieces, returns_final), pieces, inputs.state, returns_final)
 
 
 def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
@@ -672,14 +611,16 @@ def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
 def launch_states(inputs: LaunchInputs, states: tuple[Tensor, Tensor | None], pieces: Pieces, is_exact: bool) -> None:
     """Write the states of pieces of the keys to a buffer and None or, if there is a single piece, to a slot."""
     sizes = inputs.sizes
-    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
-    variant, _ = config
+    variant, options = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
+    kernel, gates, target = kernels.linear_state_kernel, gate_with_strides(inputs.gate), states
+    if inputs.log_decay is not None:
+        gates = gates, gate_with_strides(inputs.log_decay)
+        kernel, target = kernels.linear_decay_state_kernel, states[0]
     args = (
-        with_strides(inputs.k, variant), with_strides(inputs.v, variant), gate_with_strides(inputs.gate),
-        inputs.flatten_keys(variant), states, pieces.numbers,
-        pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
+        *with_strides(variant, inputs.k, inputs.v), gates, inputs.flatten_keys(variant), target,
+        pieces.numbers, pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, config)
+    launch_with_fallback(kernel, sizes.rows * pieces.num_pieces, args, variant, options)
 
 
 def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
@@ -687,16 +628,14 @@ def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
 
     States that are returned in float32 need this precision.
     """
-    return {"functions": int(has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
+    return {"functions": int(launching.has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
 
 
-def sum_causal_states(
-    inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool
-) -> tuple[SlotStates, list[Tensor]]:
+def sum_causal_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
     """Implement :func:`sum_states` for a causal mask. Return no states if none are needed."""
-    if not state and not returns_final and inputs.pieces(of_queries=False).num_pieces == 1:
+    if not inputs.state and not returns_final and inputs.pieces(of_queries=False).num_pieces == 1:
         return (), []
-    return sum_states(inputs, state, returns_final)
+    return sum_states(inputs, returns_final)
 
 
 def scan_states(
@@ -714,11 +653,11 @@ def scan_states(
     sizes = inputs.sizes
     num_states = sizes.batch if inputs.call.cu_seqlens is None else len(inputs.call.cu_seqlens) - 1
     slot_states, sums = allocate_slots(inputs, pieces.num_slots)
-    initial_rows = join_state(inputs, initial_state) if initial_state else None
+    initial_rows = join_state(inputs, initial_state)
     final_state = None
     if returns_final:
         final_state = torch.empty(num_states * sizes.groups, sizes.state, dtype=inputs.acc, device=inputs.device)
-    block, num_at_once = choose_scan_tile(sizes.rows, sizes.state)
+    block, num_at_once = plan.choose_scan_tile(sizes.rows, sizes.state)
     variant = Variant(
         v_dim=sizes.v_dim, num_features=sizes.num_features, num_sums=sizes.num_sums, state_size=sizes.state,
         block_c=block, stages=num_at_once, wide=inputs.acc == torch.float64,
@@ -729,7 +668,7 @@ def scan_states(
         states, (slot_states, sums), (initial_rows, final_state), pieces.table,
         pack_numbers(sizes.groups, repeats, pieces.num_pieces, states.shape[0], sizes.batch, int(backward)),
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, block), args, (variant, {}))
+    launch_with_fallback(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, block), args, variant, {})
     return (slot_states, sums), [] if final_state is None else split_state(inputs, final_state)
 
 
@@ -745,30 +684,29 @@ def allocate_slots(inputs: LaunchInputs, num_slots: int) -> tuple[Tensor, Tensor
 def launch_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStates) -> None:
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     if pieces.table is None:
-        count, length = cut_outputs(sizes.num_queries, sizes.rows * sizes.repeats, pieces.length)
+        count, length = plan.cut_outputs(sizes.num_queries, sizes.rows * sizes.repeats, pieces.length)
         pieces = pieces._replace(num_pieces=count, length=length)
-    config = inputs.describe(LinearPass.OUTPUT, inputs.q_side, [o])
-    variant, _ = config
+    variant, options = inputs.describe(LinearPass.OUTPUT, inputs.q_side, [o])
     args = (
-        with_strides(inputs.q, variant), with_strides(o, variant), inputs.flatten_queries(variant), slot_states,
+        *with_strides(variant, inputs.q, o), inputs.flatten_queries(variant), slot_states,
         pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_output_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, config)
+    programs = sizes.rows * sizes.repeats * pieces.num_pieces
+    launch_with_fallback(kernels.linear_output_kernel, programs, args, variant, options)
 
 
 def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStates) -> None:
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
-    config = inputs.describe_both(LinearPass.CAUSAL, [o], has_state=bool(slot_states))
-    variant, _ = config
+    variant, options = inputs.describe(LinearPass.CAUSAL, None, [o], has_state=bool(slot_states))
+    gates = gate_with_strides(inputs.gate), gate_with_strides(inputs.log_decay)
     args = (
-        *(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, o)), gates_with_strides(inputs),
+        *with_strides(variant, inputs.q, inputs.k, inputs.v, o), gates,
         (inputs.flatten_queries(variant), inputs.flatten_keys(variant)), slot_states or (None, None),
         launch_normalizer(inputs, slot_states, variant)[0], pieces.numbers, inputs.counts(pieces),
         inputs.call.attention.eps,
     )  # fmt: skip
-    launch_with_fallback(
-        kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, config
-    )
+    programs = sizes.rows * sizes.repeats * pieces.num_pieces
+    launch_with_fallback(kernels.linear_causal_forward_kernel, programs, args, variant, options)
 
 
 def launch_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Variant) -> tuple[Any, Any]:
@@ -779,39 +717,38 @@ def launch_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Va
     if not variant.has_normalizer_kernels:
         return None, None
     sizes, pieces, backward = inputs.sizes, inputs.pieces(of_queries=False), variant.backward
-    config = inputs.describe_both(
-        LinearPass.NORMALIZER, [], has_state=bool(slot_states), need_dangles=False, backward=backward
+    variant, options = inputs.describe(
+        LinearPass.NORMALIZER, None, has_state=bool(slot_states), need_dangles=False, backward=backward
     )
-    variant, _ = config
     z = torch.empty(sizes.rows * sizes.repeats, sizes.num_queries, dtype=inputs.acc, device=inputs.device)
     sums = allocate_running_sums(inputs, variant) if backward else None
     args = (
-        tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v)), gate_with_strides(inputs.gate),
+        with_strides(variant, inputs.q, inputs.k, inputs.v), gate_with_strides(inputs.gate),
         (inputs.flatten_queries(variant), inputs.flatten_keys(variant)), slot_states or (None, None), z, sums,
         pieces.numbers, inputs.counts(pieces),
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_causal_normalizer_kernel, sizes.rows * pieces.num_pieces, args, config)
+    programs = sizes.rows * pieces.num_pieces
+    launch_with_fallback(kernels.linear_causal_normalizer_kernel, programs, args, variant, options)
     return z, sums
 
 
 def differentiate_normalizer(
     inputs: LaunchInputs, dslot_states: SlotStates, scales: Tensor, variant: Variant
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Return dZ at each token, or None if the kernel that the variant describes doesn't need it."""
     if not variant.has_normalizer_kernels:
         return None
     pieces = inputs.pieces(of_queries=True)
-    config = inputs.describe(
+    variant, options = inputs.describe(
         LinearPass.NORMALIZER_GRADIENT, inputs.q_side, has_state=bool(dslot_states), need_dangles=False
     )
-    variant, _ = config
     sums = allocate_running_sums(inputs, variant)
     args = (
-        with_strides(inputs.q, variant), inputs.flatten_queries(variant), dslot_states or (None, None), scales, sums,
+        *with_strides(variant, inputs.q), inputs.flatten_queries(variant), dslot_states or (None, None), scales, sums,
         pieces.numbers, inputs.counts(pieces),
     )  # fmt: skip
     programs = inputs.sizes.rows * pieces.num_pieces
-    launch_with_fallback(kernels.linear_causal_normalizer_gradient_kernel, programs, args, config)
+    launch_with_fallback(kernels.linear_causal_normalizer_gradient_kernel, programs, args, variant, options)
     return sums
 
 
@@ -823,7 +760,7 @@ def allocate_running_sums(inputs: LaunchInputs, variant: Variant) -> Tensor:
 
 def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
-) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward pass."""
     sizes = derive_sizes(call, operands)
     has_state = bool(operands.state) or return_state
@@ -889,8 +826,10 @@ def find_permutation(inputs: LaunchInputs, inverse: bool) -> Tensor | None:
     return _make_permutation(inputs.call.spec, inputs.sizes.head_dim, run, inputs.device, inverse)
 
 
-def join_state(inputs: LaunchInputs, state: Sequence[Tensor]) -> Tensor:
-    """Convert (S, Σ) to one row per head: Sᵀ with features in the kernels' order, followed by Σ."""
+def join_state(inputs: LaunchInputs, state: Sequence[Tensor]) -> Tensor | None:
+    """Convert (S, Σ) to one row per head: Sᵀ with features in the kernels' order, followed by Σ. Convert () to None."""
+    if not state:
+        return None
     sizes = inputs.sizes
     order = find_permutation(inputs, False)
     matrix, *sums = state
@@ -929,7 +868,8 @@ class Grads(NamedTuple):
     dk: Tensor
     dv: Tensor
     dgate: Tensor | None
-    q_partial: Tensor | None  # (rows, B H_k J C) float64, sums for dω and dφ
+    partial: Tensor | None  # (rows, B H_k J C) float64, sums for dω and dφ: those of q, then those of k
+    q_partial: Tensor | None
     k_partial: Tensor | None
     q_weights: Tensor | None  # (H B rows, kinds P D) float64, sums for dγ and dβ
     k_weights: Tensor | None
@@ -953,14 +893,13 @@ def backward(
             and dΣ.
     """
     do, *dstate = grads
-    gate, state = operands.gate, operands.state
-    inputs = LaunchInputs(call, operands, do, needs)
+    gate, inputs = operands.gate, LaunchInputs(call, operands, do, needs)
     sizes = inputs.sizes
-    one_pass = is_one_pass(call, sizes, bool(state) or bool(dstate), trains=True)
+    one_pass = is_one_pass(call, sizes, bool(operands.state) or bool(dstate), trains=True)
     q_pieces, k_pieces = inputs.pieces(of_queries=True), inputs.pieces(of_queries=False)
     q_rows = 1 if one_pass else q_pieces.num_pieces * sizes.repeats
     k_rows = 1 if one_pass else k_pieces.num_pieces
-    q_partial = k_partial = dgate = None
+    partial = q_partial = k_partial = dgate = None
     if inputs.need_dangles:
         tables = inputs.q_side.tables
         width = (tables.omega.shape[2] + (tables.phase is not None)) * call.spec.num_channels
@@ -970,17 +909,15 @@ def backward(
         dgate = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=inputs.acc, device=inputs.device)
     dq, dk, dv = outs or (like_in_memory(t, t.shape[3]) for t in (inputs.q, inputs.k, inputs.v))
     q_weights, k_weights = _allocate_weight_sums(inputs, q_rows * sizes.rows, k_rows * sizes.rows, one_pass)
-    written_grads = Grads(dq, dk, dv, dgate, q_partial, k_partial, q_weights, k_weights)
-    with current_device(inputs.q):
-        if differentiate_as is not None:
-            state_gradients = differentiate_as(inputs, written_grads, operands, dstate, saved)
-        elif one_pass:
+    written_grads = Grads(dq, dk, dv, dgate, partial, q_partial, k_partial, q_weights, k_weights)
+    with launching.current_device(inputs.q):
+        if one_pass:
             state_gradients = []
             differentiate_one_pass(inputs, written_grads)
-        elif call.attention.mask == "causal":
-            state_gradients = differentiate_causal(inputs, written_grads, state, dstate, tuple(saved))
         else:
-            state_gradients = differentiate(inputs, written_grads, state, dstate, tuple(saved))
+            is_causal = call.attention.mask == "causal"
+            differentiate_as = differentiate_as or (differentiate_causal if is_causal else differentiate)
+            state_gradients = differentiate_as(inputs, written_grads, dstate, tuple(saved))
         results = [dq, dk, dv]
         if dgate is not None and gate is not None:
             results.append((dgate if gate.shape[1] > 1 else dgate.sum(1, keepdim=True)).to(gate.dtype))
@@ -991,7 +928,7 @@ def backward(
 
 def _allocate_weight_sums(
     inputs: LaunchInputs, q_rows: int, k_rows: int, one_pass: bool
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, Tensor | None]:
     """Allocate partial sums for the gradients of q's and k's norm weights. Rows of the same head are adjacent."""
     if not inputs.needs.norm:
         return None, None
@@ -1005,27 +942,24 @@ def _allocate_weight_sums(
 def differentiate_one_pass(inputs: LaunchInputs, grads: Grads) -> None:
     sizes = inputs.sizes
     outs = [grads.dq, grads.dk, grads.dv]
-    config = inputs.describe_both(LinearPass.BACKWARD, outs, need_dgate=grads.dgate is not None)
-    variant, _ = config
+    variant, options = inputs.describe(LinearPass.BACKWARD, None, outs, need_dgate=grads.dgate is not None)
     args = (
-        tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, *outs)),
+        with_strides(variant, inputs.q, inputs.k, inputs.v, inputs.do, *outs),
         (gate_with_strides(inputs.gate), gate_with_strides(grads.dgate)),
         (inputs.flatten_queries(variant, grads.q_weights), inputs.flatten_keys(variant, grads.k_weights)),
-        join_partials(grads.q_partial, grads.k_partial),
+        grads.partial,
         pack_numbers(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys), inputs.call.attention.eps,
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_backward_kernel, sizes.rows, args, config)
+    launch_with_fallback(kernels.linear_backward_kernel, sizes.rows, args, variant, options)
 
 
-def differentiate(
-    inputs: LaunchInputs, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: SlotStates
-) -> list[Tensor]:
+def differentiate(inputs: LaunchInputs, grads: Grads, dstate: Sequence[Tensor], saved: SlotStates) -> list[Tensor]:
     """Run the backward pass with separate kernels for states, queries and keys. Return dS and dΣ if they are needed."""
-    slot_states = saved or sum_states(inputs, state, False)[0]
+    slot_states = saved or sum_states(inputs, False)[0]
     pieces = inputs.pieces(of_queries=True)
     if pieces.is_whole and inputs.sizes.repeats == 1 and not dstate and not inputs.needs.state:
         dslot_states, state_gradients = allocate_slots(inputs, 1), []
-        launch_query_gradients(inputs, grads, slot_states, dslot_states)
+        differentiate_queries(inputs, grads, slot_states, dslot_states)
     else:
         dstates = differentiate_queries(inputs, grads, slot_states)
         dslot_states, state_gradients = scan_states(inputs, dstates, pieces, dstate, inputs.needs.state, backward=True)
@@ -1033,32 +967,25 @@ def differentiate(
     return state_gradients
 
 
-def differentiate_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
-    """Write dq to ``grads``. Return dS and dZ for each piece and query head."""
+def differentiate_queries(
+    inputs: LaunchInputs, grads: Grads, slot_states: SlotStates, slot: SlotStates | None = None
+) -> Tensor:
+    """Write dq to ``grads``. Return dS and dZ of each piece and query head, or write them to ``slot``."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
-    shape = (pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state)
-    dstates = torch.empty(shape, dtype=inputs.acc, device=inputs.device)
-    launch_query_gradients(inputs, grads, slot_states, (dstates, None))
-    return dstates
-
-
-def launch_query_gradients(
-    inputs: LaunchInputs, grads: Grads, slot_states: SlotStates, dstates: tuple[Tensor, Tensor | None]
-) -> None:
-    """Write dq to ``grads``, and dS and dZ of each piece and query head to ``dstates``, as in :func:`launch_states`."""
-    sizes, eps = inputs.sizes, inputs.call.attention.eps
-    pieces = inputs.pieces(of_queries=True)
+    heads = sizes.rows * sizes.repeats
+    dstates = slot
+    if dstates is None:
+        shape = (pieces.num_pieces, heads, sizes.state)
+        dstates = (torch.empty(shape, dtype=inputs.acc, device=inputs.device), None)
     stage = LinearPass.QUERIES_OMEGA if inputs.need_dangles else LinearPass.QUERIES
-    config = inputs.describe(stage, inputs.q_side, [grads.dq])
-    variant, _ = config
-    programs = sizes.rows * sizes.repeats * pieces.num_pieces
+    variant, options = inputs.describe(stage, inputs.q_side, [grads.dq])
     args = (
-        *(with_strides(t, variant) for t in (inputs.q, inputs.do, grads.dq)),
+        *with_strides(variant, inputs.q, inputs.do, grads.dq),
         inputs.flatten_queries(variant, grads.q_weights), slot_states, dstates, grads.q_partial, pieces.numbers,
-        inputs.counts(pieces), eps,
+        inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_query_gradient_kernel, programs, args, config)
-    sum_query_states(inputs, slot_states, None, dstates, pieces)
+    launch_with_fallback(kernels.linear_query_gradient_kernel, heads * pieces.num_pieces, args, variant, options)
+    return sum_query_states(inputs, pieces, slot_states, None, dstates)
 
 
 def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates) -> None:
@@ -1066,46 +993,56 @@ def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotSta
     sizes = inputs.sizes
     pieces = inputs.pieces(of_queries=False)
     outs = [grads.dk, grads.dv]
-    config = inputs.describe(LinearPass.KEYS, inputs.k_side, outs, need_dgate=grads.dgate is not None)
-    variant, _ = config
+    variant, options = inputs.describe(LinearPass.KEYS, inputs.k_side, outs, need_dgate=grads.dgate is not None)
     args = (
-        *(with_strides(t, variant) for t in (inputs.k, inputs.v, *outs)),
+        *with_strides(variant, inputs.k, inputs.v, *outs),
         (gate_with_strides(inputs.gate), gate_with_strides(grads.dgate)), inputs.flatten_keys(variant, grads.k_weights),
         dslot_states, grads.k_partial, pieces.numbers, pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_key_gradient_kernel, sizes.rows * pieces.num_pieces, args, config)
+    launch_with_fallback(kernels.linear_key_gradient_kernel, sizes.rows * pieces.num_pieces, args, variant, options)
 
 
 def sum_query_states(
-    inputs: LaunchInputs, slot_states: SlotStates, scales: Tensor | None, dstates: tuple[Any, Any], pieces: Pieces
-) -> None:
-    """Write dS and, with a causal mask, dZ of each piece and query head to ``dstates``, as in :func:`launch_states`."""
-    sizes = inputs.sizes
-    config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
-    variant, _ = config
-    args = (
-        with_strides(inputs.q, variant), with_strides(inputs.do, variant), inputs.flatten_queries(variant),
-        slot_states, scales, dstates, pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
-    )  # fmt: skip
-    programs = sizes.rows * sizes.repeats * pieces.num_pieces
-    launch_with_fallback(kernels.linear_query_state_kernel, programs, args, config)
+    inputs: LaunchInputs,
+    pieces: Pieces,
+    slot_states: SlotStates,
+    scales: Tensor | None,
+    dstates: SlotStates | None = None,
+) -> Tensor:
+    """Return dS and, with a causal mask, dZ of each piece and query head, or write them to ``dstates``.
+
+    With a causal mask, ``scales`` is the result of :func:`differentiate_causal_queries`.
+    """
+    sizes, needs, log_decay = inputs.sizes, inputs.needs, inputs.log_decay
+    heads = sizes.rows * sizes.repeats
+    if dstates is None:
+        shape = (pieces.num_pieces, heads, sizes.state)
+        dstates = (torch.empty(shape, dtype=inputs.acc, device=inputs.device), None)
+    is_exact = needs.state or (needs.decay and log_decay is not None)
+    variant, options = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, is_exact))
+    rows = with_strides(variant, inputs.q, inputs.do)
+    side, counts = inputs.flatten_queries(variant), (pieces.numbers, inputs.counts(pieces))
+    if log_decay is None:
+        kernel = kernels.linear_query_state_kernel
+        args = (*rows, side, slot_states, scales, dstates, *counts, inputs.call.attention.eps)
+    else:
+        kernel = kernels.linear_decay_query_state_kernel
+        args = (*rows, gate_with_strides(log_decay), side, scales, dstates[0], *counts)
+    launch_with_fallback(kernel, heads * pieces.num_pieces, args, variant, options)
+    return dstates[0]
 
 
 def differentiate_causal(
-    inputs: LaunchInputs, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: SlotStates
+    inputs: LaunchInputs, grads: Grads, dstate: Sequence[Tensor], saved: SlotStates
 ) -> list[Tensor]:
     """Implement :func:`differentiate` for a causal mask."""
-    sizes = inputs.sizes
-    slot_states = saved or sum_causal_states(inputs, state, False)[0]
-    pieces = inputs.pieces(of_queries=True)
-    heads = sizes.rows * sizes.repeats
+    slot_states, needs_first = saved or sum_causal_states(inputs, False)[0], inputs.needs.state
     scales = differentiate_causal_queries(inputs, grads, slot_states)
     dslot_states, state_gradients = (), []
-    if pieces.num_pieces > 1 or dstate or inputs.needs.state:
-        parts, needed_pieces, _ = inputs.parts(inputs.needs.state, backward=True)
-        dstates = torch.empty(needed_pieces.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
-        sum_query_states(inputs, (None, None), scales, (dstates, None), needed_pieces)
-        dslot_states, state_gradients = scan_states(inputs, dstates, parts, dstate, inputs.needs.state, backward=True)
+    if inputs.pieces(of_queries=True).num_pieces > 1 or dstate or needs_first:
+        parts, needed_pieces, _ = inputs.parts(needs_first, backward=True)
+        dstates = sum_query_states(inputs, needed_pieces, (None, None), scales)
+        dslot_states, state_gradients = scan_states(inputs, dstates, parts, dstate, needs_first, backward=True)
     differentiate_causal_keys(inputs, grads, dslot_states, scales)
     return state_gradients
 
@@ -1116,16 +1053,16 @@ def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states
     heads = sizes.rows * sizes.repeats
     rows = 2 if inputs.log_decay is None else 4
     scales = torch.empty(rows, heads, sizes.num_queries, dtype=inputs.acc, device=inputs.device)
-    config = inputs.describe_both(LinearPass.CAUSAL_QUERIES, [grads.dq], has_state=bool(slot_states))
-    variant, _ = config
+    variant, options = inputs.describe(LinearPass.CAUSAL_QUERIES, None, [grads.dq], has_state=bool(slot_states))
     sides = (inputs.flatten_queries(variant, grads.q_weights), inputs.flatten_keys(variant))
-    tensors = tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, grads.dq))
+    tensors = with_strides(variant, inputs.q, inputs.k, inputs.v, inputs.do, grads.dq)
+    gates = gate_with_strides(inputs.gate), gate_with_strides(inputs.log_decay)
     args = (
-        tensors, gates_with_strides(inputs), sides, slot_states or (None, None),
+        tensors, gates, sides, slot_states or (None, None),
         launch_normalizer(inputs, slot_states, variant), scales, grads.q_partial, pieces.numbers, inputs.counts(pieces),
         inputs.call.attention.eps,
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, config)
+    launch_with_fallback(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, variant, options)
     return scales
 
 
@@ -1138,47 +1075,35 @@ def differentiate_causal_keys(
     """
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     outs = [grads.dk, grads.dv]
-    config = inputs.describe_both(
-        LinearPass.CAUSAL_KEYS, outs, has_state=bool(dslot_states), need_dgate=grads.dgate is not None
+    variant, options = inputs.describe(
+        LinearPass.CAUSAL_KEYS, None, outs, has_state=bool(dslot_states), need_dgate=grads.dgate is not None
     )
-    variant, _ = config
     sides = (inputs.flatten_queries(variant), inputs.flatten_keys(variant, grads.k_weights))
     args = (
-        tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, *outs)),
+        with_strides(variant, inputs.q, inputs.k, inputs.v, inputs.do, *outs),
         (gate_with_strides(inputs.gate), gate_with_strides(grads.dgate), gate_with_strides(inputs.log_decay), products),
         sides, dslot_states or (None, None), differentiate_normalizer(inputs, dslot_states, scales, variant), scales,
         grads.k_partial, pieces.numbers, inputs.counts(pieces),
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_causal_key_kernel, sizes.rows * pieces.num_pieces, args, config)
-
-
-def join_partials(q_part: Tensor | None, k_part: Tensor | None) -> Any:
-    """Return a single view of q's and k's partial sums, which are adjacent in memory."""
-    if q_part is None or k_part is None:
-        return None
-    return torch.as_strided(q_part, (len(q_part) + len(k_part), q_part.shape[1]), q_part.stride())
+    launch_with_fallback(kernels.linear_causal_key_kernel, sizes.rows * pieces.num_pieces, args, variant, options)
 
 
 def reduce_angle_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
     """Return dω, q's dφ and k's dφ if they are needed."""
-    needs, channels = inputs.needs, inputs.call.spec.num_channels
-    q_part, k_part = grads.q_partial, grads.k_partial
-    if q_part is None or k_part is None:
+    if grads.partial is None:
         return []
-    q_tables, k_tables = inputs.call.q_tables, inputs.call.k_tables
+    needs, spec, q_tables, k_tables = inputs.needs, inputs.call.spec, inputs.call.q_tables, inputs.call.k_tables
     head_counts = [t.shape[0] for t in (q_tables.omega, q_tables.phase, k_tables.phase) if t is not None]
     axes = q_tables.omega.shape[2] + (inputs.q_side.tables.phase is not None)
-    all_partials = join_partials(q_part, k_part)
-
-    def reduce(part: Tensor, tables: Tables, part_needs: Needs) -> list[Tensor]:
-        partial = part.reshape(-1, max(head_counts), axes, channels)
-        return reduce_partial(partial, Call(inputs.call.spec, inputs.call.q_layout, tables), part_needs)
-
-    gradients = reduce(all_partials, q_tables, Needs(omega=True)) if needs.omega else []
-    if needs.phase_q:
-        gradients += reduce(q_part, q_tables, Needs(phase=True))
-    if needs.phase_k:
-        gradients += reduce(k_part, k_tables, Needs(phase=True))
+    gradients: list[Tensor] = []
+    for is_needed, sums, tables, sum_needs in (
+        (needs.omega, grads.partial, q_tables, Needs(omega=True)),
+        (needs.phase_q, grads.q_partial, q_tables, Needs(phase=True)),
+        (needs.phase_k, grads.k_partial, k_tables, Needs(phase=True)),
+    ):
+        if is_needed and sums is not None:
+            partial = sums.reshape(-1, max(head_counts), axes, spec.num_channels)
+            gradients += reduce_partial(partial, Call(spec, inputs.call.q_layout, tables), sum_needs)
     return gradients
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -15,41 +14,13 @@ import triton
 from torch import Tensor
 
 from .. import kernels
+from ..core import launching
 from ..core.call import Variant
-from ..core.launching import current_device
-from ..core.memory import like_in_memory
 from ..kernels.signature import pack_numbers
 from . import launch
 from .call import LinearCall, LinearNeeds, Operands
-from .launch import (
-    Grads,
-    LaunchInputs,
-    Pieces,
-    Sizes,
-    SlotStates,
-    allocate_slots,
-    bound_blocks,
-    derive_sizes,
-    differentiate_causal_keys,
-    differentiate_causal_queries,
-    differentiate_keys,
-    differentiate_queries,
-    form_states,
-    gate_with_strides,
-    gates_with_strides,
-    join_state,
-    launch_causal_outputs,
-    launch_outputs,
-    make_pieces,
-    make_table,
-    refine,
-    split_state,
-    tabulate_blocks,
-    with_strides,
-)
+from .launch import Grads, LaunchInputs, Pieces, Sizes, SlotStates
 from .plan import LinearPass
-
-__all__ = ["backward", "find_saved_shapes", "forward"]
 
 ROWS = 32  # rows of a transposed state that a program scans
 COLUMNS = 64, 32  # columns per tile of these rows, with TF32 products and without
@@ -82,33 +53,29 @@ class Extent(NamedTuple):
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
     """Return o and, if requested, the state after the last token and the tensors that the backward pass needs."""
-    inputs = LaunchInputs(call, operands)
-    o = like_in_memory(inputs.q, inputs.sizes.v_dim)
-    with current_device(inputs.q):
-        if call.attention.mask == "causal":
-            inputs.log_decay = form_log_decay(inputs, operands)
-            slot_states, series = sum_causal_states(inputs, operands, return_state)
-            launch_causal_outputs(inputs, o, slot_states)
-            final_state = split_state(inputs, series[-1]) if return_state and series is not None else []
-            return [o, *final_state, *(slot_states if keep else ())]
-        memory = form_memory(inputs, operands, return_state)
-        launch_outputs(inputs, o, (memory.slot_states, memory.sums))
-        final_state = split_state(inputs, memory.series[-1]) if return_state else []
-        if return_state and memory.backward_series is not None:
-            final_state += split_state(inputs, memory.backward_series[0])
-    return [o, *final_state, *([t for t in memory if t is not None] if keep else ())]
+    sum_as = sum_causal_states if call.attention.mask == "causal" else sum_block_states
+    return launch.forward(call, operands, return_state, keep, sum_as)
 
 
-def form_memory(inputs: LaunchInputs, operands: Operands, returns_state: bool = False) -> MemoryStates:
+def sum_block_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
+    """Return the tensors of :class:`MemoryStates` and, if ``returns_final``, the state after the last token."""
+    memory = form_memory(inputs, returns_final)
+    final_state = launch.split_state(inputs, memory.series[-1]) if returns_final else []
+    if returns_final and memory.backward_series is not None:
+        final_state += launch.split_state(inputs, memory.backward_series[0])
+    return tuple([t for t in memory if t is not None]), final_state
+
+
+def form_memory(inputs: LaunchInputs, returns_state: bool = False) -> MemoryStates:
     """Compute B of each piece and A of each block, and scan over the blocks."""
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=False)
-    parts = form_states(inputs, pieces, is_exact=returns_state)
+    parts = launch.form_states(inputs, pieces, is_exact=returns_state)
     transitions = form_transitions(inputs, pieces, is_exact=returns_state) if attention.rule == "delta" else None
-    decay = lay_out_decay(inputs, operands.decay, pieces)
-    initial_state, backward_initial_state = join_states(inputs, operands.state)
+    decay = lay_out_decay(inputs, pieces)
+    initial_state, backward_initial_state = join_states(inputs, inputs.state)
     scan = Scan(inputs, locate_blocks(inputs, pieces), transitions, decay)
     if not attention.has_both_directions:
-        slots = allocate_slots(inputs, len(decay))
+        slots = launch.allocate_slots(inputs, len(decay))
         series, _ = scan.run(parts, initial_state, slots=slots)
         return MemoryStates(*slots, series, None, transitions)
     series, _ = scan.run(parts, initial_state)
@@ -120,10 +87,7 @@ def form_memory(inputs: LaunchInputs, operands: Operands, returns_state: bool = 
 def join_states(inputs: LaunchInputs, state: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Return the initial states of the forward scan and of the backward scan, in the kernels' layout."""
     count = len(state) // 2 if inputs.call.attention.has_both_directions else len(state)
-    forward_state, backward_state = (
-        join_state(inputs, part) if part else None for part in (state[:count], state[count:])
-    )
-    return forward_state, backward_state
+    return launch.join_state(inputs, state[:count]), launch.join_state(inputs, state[count:])
 
 
 def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,23 +99,22 @@ def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
 def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
     """Compute A (F, B H_k, elements) for each block."""
     sizes, call = inputs.sizes, inputs.call
-    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
-    variant, _ = config
+    variant, options = inputs.describe(LinearPass.STATE, inputs.k_side, **launch.refine(inputs, is_exact))
     transitions = torch.empty(
         pieces.num_slots, sizes.rows, count_transition(sizes, call), dtype=inputs.acc, device=inputs.device
     )
-    table = tabulate_blocks(
+    table = launch.tabulate_blocks(
         pieces.num_tokens, call.k_layout.ends, call.attention.block, max(1, pieces.num_tokens), inputs.device
     )
     blocks = pieces._replace(table=table, num_pieces=pieces.num_slots)
     args = (
-        with_strides(inputs.k, variant), gate_with_strides(inputs.gate), inputs.flatten_keys(variant), transitions,
-        blocks.numbers, pack_numbers(sizes.groups, blocks.num_pieces, sizes.batch),
+        *launch.with_strides(variant, inputs.k), launch.gate_with_strides(inputs.gate), inputs.flatten_keys(variant),
+        transitions, blocks.numbers, pack_numbers(sizes.groups, blocks.num_pieces, sizes.batch),
     )  # fmt: skip
     tiles = len(variant.feature_blocks) + (len(variant.sum_blocks) if variant.normalizer == "unrotated" else 0)
     launch.launch_with_fallback(
-        kernels.linear_transition_kernel, sizes.rows * blocks.num_pieces * tiles, args, config
-    )  # fmt: skip
+        kernels.linear_transition_kernel, sizes.rows * blocks.num_pieces * tiles, args, variant, options
+    )
     return transitions
 
 
@@ -170,9 +133,9 @@ def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
     )
 
 
-def lay_out_decay(inputs: LaunchInputs, decay: Tensor | None, pieces: Pieces) -> Tensor:
+def lay_out_decay(inputs: LaunchInputs, pieces: Pieces) -> Tensor:
     """Return the decay (F, B H_k) of each block. The decay of the prefix and of the suffix is 1."""
-    sizes, (first, count) = inputs.sizes, place_blocks(inputs)
+    sizes, decay, (first, count) = inputs.sizes, inputs.decay, place_blocks(inputs)
     shape = (pieces.num_slots, sizes.batch, sizes.groups)
     fill = torch.ones if decay is None or count < pieces.num_slots else torch.empty
     block_decay = fill(shape, dtype=inputs.acc, device=inputs.device)
@@ -195,13 +158,10 @@ def locate_blocks(inputs: LaunchInputs, pieces: Pieces) -> Tensor:
 
 # The cache keeps tables alive, because a CUDA graph may hold their addresses.
 @cache
-def _locate_blocks(
-    num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device
-) -> Tensor:  # fmt: skip
-    offsets = [0]
-    for begin, end in pairwise(bound_blocks(num_tokens, ends, block)):
-        offsets.append(offsets[-1] + triton.cdiv(end - begin, length))
-    return make_table(offsets if len(offsets) > 1 else [0, 1], device)
+def _locate_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
+    rows = launch.list_blocks(num_tokens, ends, block, length)
+    first_pieces = [i for i, row in enumerate(rows) if i == 0 or row[2] > rows[i - 1][2]]
+    return launch.make_table([*first_pieces, len(rows)], device)
 
 
 class Scan(NamedTuple):
@@ -241,17 +201,15 @@ class Scan(NamedTuple):
         )  # fmt: skip
         unit, totals = UNIT if variant.aligned else 1, (sizes.state, count_transition(sizes, call))
         numbers = (
-            pack_numbers(sizes.rows, repeats, num_blocks, int(backward)), pack_numbers(*(n // unit for n in totals)),
-            *(pack_numbers(extent.num_rows, *(n // unit for n in extent[1:])) for extent in extents),
+            pack_numbers(sizes.rows, repeats, num_blocks, int(backward)), pack_numbers(*[n // unit for n in totals]),
+            *[pack_numbers(extent.num_rows, *[n // unit for n in extent[1:]]) for extent in extents],
         )  # fmt: skip
         args = (
             (parts, self.transitions, initial_rows), self.decay, (series, partner, ddecay, tuple(slots)), self.offsets,
             numbers,
         )  # fmt: skip
         options = {"num_warps": SCAN_WARPS}
-        launch.launch_with_fallback(
-            kernels.linear_memory_scan_kernel, sizes.rows * programs, args, (variant, options)
-        )  # fmt: skip
+        launch.launch_with_fallback(kernels.linear_memory_scan_kernel, sizes.rows * programs, args, variant, options)
         return series, None if ddecay is None else ddecay.sum(0)
 
 
@@ -260,7 +218,7 @@ def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
 
     If ``aligned`` is set, the sizes of states are passed in units of UNIT elements, so loads can be wide.
     """
-    fast, sizes = inputs.narrow and launch.has_ptx(inputs.dtype), inputs.sizes
+    fast, sizes = inputs.narrow and launching.has_ptx(inputs.dtype), inputs.sizes
     columns = min(COLUMNS[0 if fast else 1], max(16, triton.next_power_of_2(sizes.num_features)))
     return {
         "fast": fast, "block_c": columns, "width": sizes.num_features, "wide": inputs.acc == torch.float64,
@@ -271,24 +229,15 @@ def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
 
 def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
-) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward pass."""
-    sizes = derive_sizes(call, operands)
-    pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, makes_table=False)
-    shape = (pieces.num_slots, sizes.rows)
-    if call.attention.mask == "causal":
-        shapes = [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
-        return shapes if operands.state or return_state or pieces.num_pieces > 1 else []
-    series = ((pieces.num_slots + 1, sizes.rows, sizes.state), sizes.acc)
-    shapes = [
-        ((*shape, sizes.v_dim * sizes.num_features), sizes.operand),
-        ((*shape, sizes.num_sums), sizes.acc),
-        series,
-    ]
-    if call.attention.has_both_directions:
-        shapes.append(series)
-    if call.attention.rule == "delta":
-        shapes.append(((pieces.num_slots, sizes.rows, count_transition(sizes, call)), sizes.acc))
+    shapes = launch.find_saved_shapes(call, operands, return_state)
+    if call.attention.mask != "causal":
+        sizes, num_slots = launch.derive_sizes(call, operands), shapes[0][0][0]
+        series = ((num_slots + 1, sizes.rows, sizes.state), sizes.acc)
+        shapes += [series, series] if call.attention.has_both_directions else [series]
+        if call.attention.rule == "delta":
+            shapes.append(((num_slots, sizes.rows, count_transition(sizes, call)), sizes.acc))
     return shapes
 
 
@@ -309,38 +258,38 @@ def backward(
 
 
 def differentiate(
-    inputs: LaunchInputs, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
+    inputs: LaunchInputs, grads: Grads, dstate: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
     """Write dq, dk, dv and dβ to ``grads``. Return the gradients of the state and of the decay if they are needed."""
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=True)
-    memory = restore(inputs, saved) if saved else form_memory(inputs, operands)
-    parts = differentiate_queries(inputs, grads, (memory.slot_states, memory.sums))
+    memory = restore(inputs, saved) if saved else form_memory(inputs)
+    parts = launch.differentiate_queries(inputs, grads, (memory.slot_states, memory.sums))
     if inputs.sizes.num_queries == 0:  # the call only forms a state, so each piece of the keys gets zeros
         pieces = inputs.pieces(of_queries=False)
         parts = parts.new_zeros(pieces.num_pieces, *parts.shape[1:])
-    decay = lay_out_decay(inputs, operands.decay, pieces)
+    decay = lay_out_decay(inputs, pieces)
     scan, needs_ddecay = Scan(inputs, locate_blocks(inputs, pieces), memory.transitions, decay), inputs.needs.decay
     dstate_rows, backward_dstate_rows = join_states(inputs, dstate)
-    slots = (None, None) if attention.has_both_directions else allocate_slots(inputs, len(decay))
+    slots = (None, None) if attention.has_both_directions else launch.allocate_slots(inputs, len(decay))
     gradients, ddecay = scan.run(
         parts, dstate_rows, backward=True, adds_first=True, partner=memory.series if needs_ddecay else None, slots=slots
-    )  # fmt: skip
+    )
     forward_pair = Pair(memory.series[:-1], gradients[1:])
-    backward_pair, state_gradients = None, split_state(inputs, gradients[0]) if inputs.needs.state else []
+    backward_pair, state_gradients = None, launch.split_state(inputs, gradients[0]) if inputs.needs.state else []
     if memory.backward_series is not None:
         backward_gradients, backward_ddecay = scan.run(
             parts, backward_dstate_rows, partner=memory.backward_series if needs_ddecay else None
         )
         backward_pair = Pair(memory.backward_series[1:], backward_gradients[:-1])
-        state_gradients += split_state(inputs, backward_gradients[-1]) if inputs.needs.state else []
+        state_gradients += launch.split_state(inputs, backward_gradients[-1]) if inputs.needs.state else []
         ddecay = None if ddecay is None or backward_ddecay is None else ddecay + backward_ddecay
         slots = split_sums(inputs, forward_pair.gradients + backward_pair.gradients)
     if attention.rule == "delta":
         differentiate_delta(inputs, grads, slots, (forward_pair, backward_pair), decay)
     else:
-        differentiate_keys(inputs, grads, slots)
-    if needs_ddecay and ddecay is not None and operands.decay is not None:
-        state_gradients.append(reduce_block_decay(inputs, ddecay, operands.decay))
+        launch.differentiate_keys(inputs, grads, slots)
+    if ddecay is not None and inputs.decay is not None:
+        state_gradients.append(reduce_block_decay(inputs, ddecay, inputs.decay))
     return state_gradients
 
 
@@ -358,11 +307,7 @@ class Pair(NamedTuple):
 
 
 def differentiate_delta(
-    inputs: LaunchInputs,
-    grads: Grads,
-    dslot_states: SlotStates,
-    scans: tuple[Pair, Pair | None],
-    decay: Tensor,
+    inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates, scans: tuple[Pair, Pair | None], decay: Tensor
 ) -> None:
     """Write dk, dv and dβ to ``grads``, for the delta rule."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
@@ -376,7 +321,7 @@ def differentiate_delta(
         pack_numbers(num_rows, sizes.state // (UNIT if variant.aligned else 1)),
     )  # fmt: skip
     programs = len(decay) * sizes.rows * triton.cdiv(width, variant.block_c) ** 2
-    launch.launch_with_fallback(kernels.linear_transition_gradient_kernel, programs, args, (variant, {}))
+    launch.launch_with_fallback(kernels.linear_transition_gradient_kernel, programs, args, variant, {})
     vectors, pairs = None, [pair for pair in scans if pair is not None]
     if inputs.call.attention.normalizer == "unrotated":
         begin = sizes.v_dim * width
@@ -385,22 +330,16 @@ def differentiate_delta(
             dim=2,
         )
     outs = [grads.dk, grads.dv]
-    config = inputs.describe(
-        LinearPass.DELTA_KEYS,
-        inputs.k_side,
-        outs,
-        need_dgate=grads.dgate is not None,
-        num_scans=len(pairs),
-        memory="delta",
-    )
-    variant, _ = config
+    changes: dict[str, Any] = {"need_dgate": grads.dgate is not None, "num_scans": len(pairs), "memory": "delta"}
+    variant, options = inputs.describe(LinearPass.DELTA_KEYS, inputs.k_side, outs, **changes)
+    gates = launch.gate_with_strides(inputs.gate), launch.gate_with_strides(grads.dgate)
     args = (
-        tuple(with_strides(t, variant) for t in (inputs.k, inputs.v, *outs)),
-        (gate_with_strides(inputs.gate), gate_with_strides(grads.dgate)), inputs.flatten_keys(variant, grads.k_weights),
+        launch.with_strides(variant, inputs.k, inputs.v, *outs), gates, inputs.flatten_keys(variant, grads.k_weights),
         dslot_states, (matrices, vectors), grads.k_partial, pieces.numbers,
         pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    launch.launch_with_fallback(kernels.linear_memory_key_kernel, sizes.rows * pieces.num_pieces, args, config)
+    programs = sizes.rows * pieces.num_pieces
+    launch.launch_with_fallback(kernels.linear_memory_key_kernel, programs, args, variant, options)
 
 
 def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> Tensor:
@@ -417,33 +356,16 @@ def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> T
 # --- from token to token ---------------------------------------------------------------------------------------------
 
 
-def form_log_decay(inputs: LaunchInputs, operands: Operands) -> Tensor:
-    """Return log g (B, H_k, N) for each token of each head."""
-    sizes, decay = inputs.sizes, operands.decay
-    assert decay is not None
-    logs = decay.detach().to(inputs.acc).log()
-    logs = logs[None, :, None] if logs.ndim == 1 else logs
-    return logs.expand(sizes.batch, sizes.groups, sizes.num_keys)
-
-
-def sum_causal_states(inputs: LaunchInputs, operands: Operands, has_state: bool) -> tuple[SlotStates, Tensor | None]:
-    """Return the states before each piece, and the series of all states, or ((), None) if no states are needed."""
-    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
-    if not operands.state and not has_state and pieces.num_pieces == 1:
-        return (), None
-    parts = inputs.parts(has_state)
-    needed = parts.needed_parts
-    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, has_state))
-    variant, _ = config
-    states = torch.empty(needed.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
-    args = (
-        with_strides(inputs.k, variant), with_strides(inputs.v, variant), gates_with_strides(inputs),
-        inputs.flatten_keys(variant), states, needed.numbers,
-        pack_numbers(sizes.groups, needed.num_pieces, sizes.batch),
-    )  # fmt: skip
-    launch.launch_with_fallback(kernels.linear_decay_state_kernel, sizes.rows * needed.num_pieces, args, config)
-    series, _ = scan_parts(inputs, needed).run(states, join_state(inputs, operands.state) if operands.state else None)
-    return split_sums(inputs, series[:: parts.per_piece][: pieces.num_pieces]), series
+def sum_causal_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
+    """Implement :func:`launch.sum_causal_states` with a decay."""
+    pieces = inputs.pieces(of_queries=False)
+    if not inputs.state and not returns_final and pieces.num_pieces == 1:
+        return (), []
+    _, needed, per_piece = inputs.parts(returns_final)
+    states = launch.form_states(inputs, needed, returns_final)
+    series, _ = scan_parts(inputs, needed).run(states, launch.join_state(inputs, inputs.state))
+    slots = split_sums(inputs, series[::per_piece][: pieces.num_pieces])
+    return slots, launch.split_state(inputs, series[-1]) if returns_final else []
 
 
 def scan_parts(inputs: LaunchInputs, parts: Pieces) -> Scan:
@@ -464,7 +386,7 @@ def scan_parts(inputs: LaunchInputs, parts: Pieces) -> Scan:
 
 @cache
 def _count_up(count: int, device: torch.device) -> Tensor:
-    return make_table([*range(count + 1)], device)
+    return launch.make_table([*range(count + 1)], device)
 
 
 @cache
@@ -475,11 +397,11 @@ def _index_pieces(num_pieces: int, num_parts: int, per_piece: int, has_first: bo
     """
     skipped = 0 if has_first else 1
     indices = [min(max(p - skipped, 0) * per_piece, num_parts) for p in range(num_pieces + 1)]
-    return make_table(indices, device)
+    return launch.make_table(indices, device)
 
 
 def differentiate_causal(
-    inputs: LaunchInputs, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
+    inputs: LaunchInputs, grads: Grads, dstate: Sequence[Tensor], saved: SlotStates
 ) -> list[Tensor]:
     """Implement :func:`differentiate` for a causal mask.
 
@@ -489,28 +411,26 @@ def differentiate_causal(
     sum over all pairs of an earlier key and a later query in the same block.
     """
     sizes, pieces, needs_ddecay = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs.decay
-    inputs.log_decay = form_log_decay(inputs, operands)
-    slot_states = tuple(saved) or sum_causal_states(inputs, operands, False)[0]
-    scales = differentiate_causal_queries(inputs, grads, slot_states)
+    slot_states = saved or sum_causal_states(inputs, False)[0]
+    scales = launch.differentiate_causal_queries(inputs, grads, slot_states)
     dslot_states, gradients = (), None
-    needs_first = inputs.needs.state or (needs_ddecay and bool(operands.state))
+    needs_first = inputs.needs.state or (needs_ddecay and bool(inputs.state))
     if pieces.num_pieces > 1 or dstate or needs_first:
-        parts = inputs.parts(needs_first, backward=True)
-        needed = parts.needed_parts
-        series, _ = scan_parts(inputs, needed).run(
-            sum_query_states(inputs, scales, needed), join_state(inputs, dstate) if dstate else None, backward=True
-        )
-        ends = _index_pieces(pieces.num_pieces, needed.num_pieces, parts.per_piece, needs_first, inputs.device)
+        _, needed, per_piece = inputs.parts(needs_first, backward=True)
+        parts = launch.sum_query_states(inputs, needed, (None, None), scales)
+        dstate_rows = launch.join_state(inputs, dstate)
+        series, _ = scan_parts(inputs, needed).run(parts, dstate_rows, backward=True)
+        ends = _index_pieces(pieces.num_pieces, needed.num_pieces, per_piece, needs_first, inputs.device)
         gradients = series.index_select(0, ends)  # gradients of the state before each piece and after the last one
         dslot_states = split_sums(inputs, gradients[1:])
     products = None
     if needs_ddecay:
         products = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=inputs.acc, device=inputs.device)
-    differentiate_causal_keys(inputs, grads, dslot_states, scales, products)
-    state_gradients = split_state(inputs, gradients[0]) if inputs.needs.state and gradients is not None else []
-    if products is not None and operands.decay is not None:
+    launch.differentiate_causal_keys(inputs, grads, dslot_states, scales, products)
+    state_gradients = launch.split_state(inputs, gradients[0]) if inputs.needs.state and gradients is not None else []
+    if products is not None and inputs.decay is not None:
         dlogs = sum_decay_gradients(inputs, slot_states, gradients, scales, products, not dstate)
-        state_gradients.append(reduce_decay(dlogs, operands.decay))
+        state_gradients.append(reduce_decay(dlogs, inputs.decay))
     return state_gradients
 
 
@@ -548,21 +468,6 @@ def sum_decay_gradients(
     is_smaller_before = begin.abs() + before[1] <= end.abs() + after[1]
     running = torch.where(is_smaller_before, begin + before[0], end - after[0])
     return running.flatten(-2)[..., : sizes.num_keys] + crossing
-
-
-def sum_query_states(inputs: LaunchInputs, scales: Tensor, parts: Pieces) -> Tensor:
-    """Return the contribution of each part to dS and dZ before the part, for each query head."""
-    sizes, needs = inputs.sizes, inputs.needs
-    config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, needs.state or needs.decay))
-    variant, _ = config
-    heads = sizes.rows * sizes.repeats
-    states = torch.empty(parts.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
-    args = (
-        with_strides(inputs.q, variant), with_strides(inputs.do, variant), gate_with_strides(inputs.log_decay),
-        inputs.flatten_queries(variant), scales, states, parts.numbers, inputs.counts(parts),
-    )  # fmt: skip
-    launch.launch_with_fallback(kernels.linear_decay_query_state_kernel, heads * parts.num_pieces, args, config)
-    return states
 
 
 def reduce_decay(dlogs: Tensor, decay: Tensor) -> Tensor:

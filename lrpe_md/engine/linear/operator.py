@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from ... import reference, reference_linear
-from ...reference_linear import Angles, Attention
-from ..core.call import Layout, Spec, Tables, Weights
+from ...reference import no_autocast
+from ...reference_linear import Angles, Attention, zero_gated_tokens
+from ..core.call import NO_WEIGHTS, Call, Layout, Spec, Tables, Weights
 from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
+from ..core.norms import of_tensor
 from ..core.operator import Operator, Part, is_sharded
+from ..encode.dispatch import run_call
 from ..inductor.private import has_static_value
 from .call import LinearCall, LinearNeeds, Operands, Packing, Results
 from .plan import fits_kernels
-
-__all__ = ["ATTEND"]
 
 
 def _make_angles(call: LinearCall, layout: Layout, tables: Tables, omega: Tensor) -> Angles | None:
@@ -46,17 +47,16 @@ class Attend(Operator):
 
         return launch
 
-    def run(self, call: LinearCall, inputs: Operands, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
-        if call.spec.norm_over == "heads" or call.spec.dim == -2:
-            from .preparation import prepare_operands
-
-            if not is_sharded(*inputs[:3]):
-                call, inputs = prepare_operands(call, inputs, impl, direct)
+    def run(
+        self, call: LinearCall, inputs: Operands, impl: str, direct: bool, options: Any = (), constants: Any = None
+    ) -> tuple[Tensor, ...]:
+        if (call.spec.norm_over == "heads" or call.spec.dim == -2) and not is_sharded(*inputs[:3]):
+            call, inputs = _prepare_operands(call, inputs, impl, direct)
         if direct and (impl == "reference" or (impl == "auto" and not inputs.q.is_cuda)):
             return self.run_reference(call, inputs)
         if not _fits_kernels(impl, call, inputs):
             impl = "reference"
-        return super().run(call, inputs, impl, direct, options)
+        return super().run(call, inputs, impl, direct, options, constants)
 
     def split(self, call: LinearCall) -> tuple[Any, ...]:
         attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, _, weights = call
@@ -98,9 +98,7 @@ class Attend(Operator):
         )
         return call, self.gather(call, (q, k, v), tuple(learned))
 
-    def gather(
-        self, call: LinearCall, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]
-    ) -> Operands:  # fmt: skip
+    def gather(self, call: LinearCall, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]) -> Operands:
         q, k, v = rows
         state: Any = learned[8:-1]
         return Operands(q, k, v, learned[0], state, learned[-1])
@@ -150,23 +148,19 @@ class Attend(Operator):
             out += [q.new_empty(shape, dtype=dtype) for shape, dtype in saved]
         return out
 
-    def shape_gradients(
-        self, call: LinearCall, inputs: Operands, grads: Sequence[Tensor]
-    ) -> list[tuple[Tensor, int]]:  # fmt: skip
+    def shape_gradients(self, call: LinearCall, inputs: Operands, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         return [(x, x.shape[3]) for x in inputs[:3]]
 
     def pack_saved(
         self, call: LinearCall, inputs: Operands, needs_gradients: Sequence[bool]
-    ) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
+    ) -> tuple[tuple[Any, ...], Any]:
         attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, launches, weights = call
         one_side = k_tables is q_tables
         tables = q_tables if one_side else (*q_tables, *k_tables)
         tensors = *inputs[:4], cu_seqlens, *weights, *tables, inputs.decay, *inputs.state
         return tensors, (attention, spec, q_layout, k_layout, launches, one_side, len(inputs.state))
 
-    def unpack_saved(
-        self, rest: Any, tensors: Sequence[Any]
-    ) -> tuple[LinearCall, Operands, Sequence[Tensor]]:  # fmt: skip
+    def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[LinearCall, Operands, Sequence[Tensor]]:
         attention, spec, q_layout, k_layout, launches, one_side, num_states = rest
         weights, end = Weights(*tensors[5:9]), 16 if one_side else 23
         q_tables = k_tables = Tables(*tensors[9:16])
@@ -192,6 +186,45 @@ class Attend(Operator):
         from .sharding import run_shards
 
         return run_shards(run, call, inputs, options.return_state)
+
+
+def _prepare_operands(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
+    """Apply a norm over all heads or a softmax over the sequence. The linear attention kernels support neither."""
+    if call.spec.norm_over == "heads":
+        call, operands = _normalise_heads(call, operands, impl, direct)
+    if call.spec.dim == -2:
+        operands = operands._replace(q=_soften(operands.q), k=_soften(operands.k))
+        call = call._replace(spec=call.spec._replace(act="none", dim=0))
+    return call, operands
+
+
+def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
+    """Apply a norm over all heads in a separate pass, because each linear attention program reads only one head.
+
+    Tokens with gate 0 are set to zero first. They then affect neither other heads nor the gradients of the weights.
+    """
+    k, v = zero_gated_tokens(operands.gate, operands.k, operands.v)
+    spec, weights = call.spec, call.weights
+    norm_spec = Spec("none", norm=spec.norm, norm_over="heads", norm_eps=spec.norm_eps, norm_offset=spec.norm_offset)
+    tables = Tables(operands.q.new_empty((1, 0, 1), dtype=torch.float32))
+
+    def normalise(layout: Layout, tensor_weights: Weights, *xs: Tensor) -> tuple[Tensor, ...]:
+        layout = layout._replace(sizes=(layout.num_grid_tokens,))
+        return run_call(Call(norm_spec, layout, tables, None, tensor_weights), xs, None, impl, direct)
+
+    if call.q_layout.is_same(call.k_layout):
+        q, k = normalise(call.q_layout, weights, operands.q, k)
+    else:
+        (q,) = normalise(call.q_layout, of_tensor(weights, 0), operands.q)
+        (k,) = normalise(call.k_layout, of_tensor(weights, 1), k)
+    spec = spec._replace(norm="none", norm_over="head", norm_eps=0.0, norm_offset=0.0)
+    return call._replace(spec=spec, weights=NO_WEIGHTS), operands._replace(q=q, k=k, v=v)
+
+
+def _soften(x: Tensor) -> Tensor:
+    """Apply softmax over the sequence."""
+    with no_autocast(x):
+        return torch.softmax(x.to(torch.promote_types(x.dtype, torch.float32)), -2).to(x.dtype)
 
 
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:

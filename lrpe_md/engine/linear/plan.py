@@ -5,12 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = [
-    "BOUNDS", "CAUSAL_PASSES", "DECAYING", "NORMALIZED", "NORMALIZERS", "PIECE", "SEPARATE", "SEPARATE_STATE", "TILES",
-    "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile", "choose_value_widths", "choose_walk",
-    "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "pad_width", "shrink",
-]  # fmt: skip
-
 
 class LinearPass(Enum):
     FORWARD = "forward"  # one pass
@@ -84,7 +78,7 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.CAUSAL_KEYS_SEPARATE: (LinearTile(16, 8, 3),) * 4 + (LinearTile(64, 8, 1),),  # above SEPARATE_STATE
     LinearPass.NORMALIZER: (_64,),
     LinearPass.NORMALIZER_GRADIENT: (_64,),
-}  # fmt: skip
+}
 BOUNDS = (2048, 4096, 8192, 16384, 24576)
 NARROWEST = 16  # minimum number of channels of a tile on matrix units
 # Widths that are split into several tiles. Other widths are padded to a power of two. SUMS is for channels (or pairs)
@@ -166,27 +160,24 @@ def shrink(tile: LinearTile) -> list[LinearTile]:
     return [tile._replace(stages=1), LinearTile(16, tile.num_warps, 1)]
 
 
-class Walk(Enum):
-    """Kind of loop over the tokens of a piece. PROGRAMS / value is the number of programs that run at once."""
+def choose_divisor(causal: bool, raw: bool) -> int:
+    """Return the factor by which fewer programs run at once than in a kernel that only sums over tokens.
 
-    SUM = 1
-    CAUSAL = 2  # needs twice the registers
-    RAW_CAUSAL = 4  # limited by memory bandwidth only, so one program per multiprocessor is enough
-
-
-def choose_walk(causal: bool, raw: bool) -> Walk:
-    return Walk.SUM if not causal else Walk.RAW_CAUSAL if raw else Walk.CAUSAL
+    With a causal mask, kernels need twice the registers. Without features to compute (``raw``), they are limited by
+    memory bandwidth only, so one program per multiprocessor is enough.
+    """
+    return 1 if not causal else 4 if raw else 2
 
 
-def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int, int]:
+def cut_pieces(num_tokens: int, rows: int, state: int, divisor: int) -> tuple[int, int]:
     """Return the number and the length of pieces. Pieces are as long as possible while they keep the whole GPU busy.
 
     ``state`` is the number of elements of a state, which each piece writes. Large states get longer pieces, because
     writing more states would cost more time than using the whole GPU saves.
     """
-    length = _share_tokens(num_tokens, rows, walk.value)
+    length = _share_tokens(num_tokens, rows, divisor)
     if length < 2 * SHORTEST and state > LARGE_STATE:
-        length = _share_tokens(num_tokens, rows, 2 * walk.value)
+        length = _share_tokens(num_tokens, rows, 2 * divisor)
     return max(1, -(-num_tokens // length)), length
 
 

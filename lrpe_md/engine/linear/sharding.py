@@ -2,8 +2,14 @@
 
 If tokens are sharded, each rank first computes the state of its keys in a call without queries. Without a mask, the
 rank's queries then read the sum of all ranks' states in a call without keys. With a causal or block mask, the rank
-instead runs its tokens with the sum of the previous ranks' states as the initial state. States with decay or the delta
-rule are handled in :mod:`engine.linear.sharding_memory`.
+instead runs its tokens with the sum of the previous ranks' states as the initial state.
+
+With decay or the delta rule, the tokens of a rank turn the preceding state S into T S + B. In the reverse direction, S
+is the following state. Each rank gathers T and B of all ranks, and applies those of all preceding ranks in order. In
+the reverse direction, it applies those of all following ranks. With rule "add", T is the product of the rank's decays,
+and B is a sum over its keys, weighted by the decays of later blocks. With rule "delta", T = Π_f g_f (I − A_f). This T
+is the rank's final state if its initial state is the identity matrix and its values are 0. A_f is symmetric, so the
+reverse direction uses the transpose of T.
 """
 
 from __future__ import annotations
@@ -15,47 +21,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...reference import no_autocast
+from ...reference_memory import lay_out_decay
+from ...reference_products import product
+from ..core import sharding
 from ..core.call import Layout, Tables, Weights
+from ..core.memory import accumulator
 from ..core.norms import of_tensor
 from ..core.operator import is_sharded
-from ..core.sharding import (
-    BATCH,
-    HEADS,
-    TOKENS,
-    check_cut,
-    check_mesh,
-    check_placements,
-    count_ranks,
-    local_part,
-    local_positions,
-    local_weights,
-    take_local,
-    wrap_shard,
-)
+from ..core.sharding import BATCH, HEADS, TOKENS
 from .call import LinearCall, Operands, Results
-from .sharding_memory import Run, State, run_memory, without_queries, without_tokens
-from .validate import check_edges
+from .plan import fits_kernels
+from .validate import check_edges, make_empty_frequencies
 
-__all__ = ["run_shards"]
+State = tuple[Tensor, ...]
+Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # returns o and, if the flag is set, the state
 
 
 def run_shards(
     run_local: Callable[..., Any], call: LinearCall, operands: Operands, return_state: bool
 ) -> tuple[Tensor, ...]:
-    """Run a call on the local shards.
+    """Run a call on the local shards. Return o with q's placements and, if ``return_state`` is set, the state.
 
-    Return o, which has q's placements. If ``return_state`` is set, also return the state.
-
-    The state is sharded like k along batch and heads, and replicated otherwise. As for encodings
-    (:mod:`engine.encode.sharding`), batch, heads and tokens may be sharded, plain tensors count as replicated, and
-    gradients are those of the unsharded computation. k and v must be sharded like q. They may also be replicated in two
-    cases: if q's heads are sharded and there is one key head, or if q's tokens are sharded in cross-attention.
-
-    Raises:
-        TypeError: if plain tensors are mixed with DTensors.
-        ValueError: if the placements would be invalid for an encoding, if tokens are sharded over several mesh axes or
-            together with cu_seqlens, if the number of key heads isn't a multiple of the number of ranks, or if a block
-            is split between shards.
+    The state is sharded like k along batch and heads, and replicated otherwise. The rules for placements and gradients
+    are those of :mod:`engine.encode.sharding`. k and v may only be replicated where q is sharded if there is one key
+    head, or if q's tokens are sharded in cross-attention.
     """
 
     def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
@@ -64,28 +54,28 @@ def run_shards(
 
     q, k, v, gate, state, decay = operands
     placed: Any = (q, k, v)
-    check_placements(call.spec, placed, call.q_tables.omega, call.q_tables.phase)
-    check_mesh("norm.weight, norm.bias", call.weights, "q", placed[0])
+    sharding.check_placements(call.spec, placed, call.q_tables.omega, call.q_tables.phase)
+    sharding.check_mesh("norm.weight, norm.bias", call.weights, "q", placed[0])
     _check_placements(call, *placed)
     local = _localize(call, q, k)
     _check_blocks_of_ranks(call, q)
     partial_axes = _find_partial_axes(q, k)
     here = Operands(
         _local(q, q), _local(k, q), _local(v, q), gate if gate is None else _local_gate(gate, k, partial_axes),
-        tuple(_share_gradient(take_local(t, k, {BATCH: 0, HEADS: 1}), k, partial_axes) for t in state),
+        tuple(_share_gradient(sharding.take_local(t, k, {BATCH: 0, HEADS: 1}), k, partial_axes) for t in state),
         decay if decay is None else _local_decay(decay, (call, local), k, partial_axes),
     )  # fmt: skip
     over_tokens = [i for i, p in enumerate(placed[1].placements) if p.is_shard(TOKENS)]
     if over_tokens:
         group = placed[0].device_mesh.get_group(over_tokens[0])
         if call.attention.forgets:
-            o, after = run_memory(run, local, here, group, return_state)
+            o, after = _run_memory(run, local, here, group, return_state)
         else:
             o, after = _run_tokens(run, local, here, group)
     else:
         o, after = run(local, here, return_state)
     states = [_whole_state(t, q, k) for t in after] if return_state else []
-    return wrap_shard(o, q, v.shape[3]), *states
+    return sharding.wrap_shard(o, q, v.shape[3]), *states
 
 
 def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
@@ -94,21 +84,162 @@ def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> t
     Return the local shard of o, and the state after all tokens.
     """
     q, k, v, gate, before, _ = operands
-    alone, given = without_queries(call, operands)
-    alone = alone._replace(attention=call.attention._replace(mask="full", block=0))
-    _, own = run(alone, given, True)
-    total = _add(tuple(_SumRanks.apply(t, group) for t in own), before)
+    state_call, given = _without_queries(call, operands)
+    state_call = state_call._replace(attention=call.attention._replace(mask="full", block=0))
+    _, own = run(state_call, given, True)
     if call.attention.mask == "full":
-        k_layout, k_tables = without_tokens(call.k_layout, call.k_tables)
+        total = _add([_SumRanks.apply(t, group) for t in own], before)
+        k_layout, k_tables = _without_tokens(call.k_layout, call.k_tables)
         reading = call._replace(k_layout=k_layout, k_tables=k_tables)
-        none = None if gate is None else gate[:, :, :0]
-        return run(reading, Operands(q, k[:, :, :0], v[:, :, :0], none, total), False)[0], total
-    start = _add(tuple(_SumBefore.apply(t, group, False) for t in own), before)
-    return run(call, Operands(q, k, v, gate, start), False)[0], total
+        no_gate = None if gate is None else gate[:, :, :0]
+        return run(reading, Operands(q, k[:, :, :0], v[:, :, :0], no_gate, total), False)[0], total
+    states, _ = _gather((own, ()), group)
+    start = _add([t[: dist.get_rank(group)].sum(0) for t in states], before)
+    return run(call, operands._replace(state=start), False)[0], _add([t.sum(0) for t in states], before)
 
 
-def _add(state: State, before: State) -> State:
-    return tuple(a + b for a, b in zip(state, before, strict=True)) if before else state
+def _add(state: list[Any], before: State) -> State:
+    return tuple(a + b for a, b in zip(state, before, strict=True)) if before else tuple(state)
+
+
+# --- states that forget -----------------------------------------------------------------------------------------
+
+
+def _run_memory(run: Run, call: LinearCall, operands: Operands, group: Any, return_state: bool) -> tuple[Tensor, State]:
+    """Run the local tokens with an initial state from the other ranks. Return o and the state after all tokens."""
+    both, k = call.attention.has_both_directions, operands.k
+    with no_autocast(k):
+        if call.attention.rule == "add":
+            parts, transitions = _map_by_decay(run, call, operands)
+        else:
+            parts, transitions = _map_by_delta_rule(run, call, operands)
+        parts, transitions = _gather((parts, transitions), group)
+        count = len(parts) // 2 if both else len(parts)
+        first = operands.state or tuple(torch.zeros_like(t[0]) for t in parts[:count])
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        start, last = [], []
+        for i, part in enumerate(parts):
+            transition = transitions[min(i % count, len(transitions) - 1)]
+            if i < count:
+                series = _scan(first[i], part, transition)
+                last.append(series[-1])
+                start.append(torch.stack(series)[rank])
+            else:
+                transition = transition.mT if transition.ndim == 5 else transition
+                series = _scan(torch.zeros_like(part[0]), part.flip(0), transition.flip(0))
+                start.append(torch.stack(series)[size - 1 - rank])
+    o, _ = run(call, operands._replace(state=tuple(start)), False)
+    return o, tuple(last) if return_state else ()
+
+
+def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
+    """Return the state before each of the R ranks and after the last one.
+
+    ``parts`` (R, B, H, ..) holds B of each rank. ``transitions`` holds T of each rank, as matrices (R, B, H, E, E) or
+    as decay factors (R, B, H).
+    """
+    series = [first]
+    for part, transition in zip(parts, transitions, strict=True):
+        state = series[-1]
+        if transition.ndim == 2:
+            series.append(transition.reshape(*transition.shape, *(1,) * (state.ndim - 2)) * state + part)
+        else:
+            columns = state if state.ndim == 4 else state.unsqueeze(-1)
+            series.append(product(transition, columns).view(state.shape) + part)
+    return series
+
+
+# --- the map of a rank ------------------------------------------------------------------------------------------------
+
+
+def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
+    """Return B and T for rule "add", where T is the product of the decays.
+
+    In each direction, B is a sum over all keys, in which the decays act like gates. So B needs no scan.
+    """
+    _, k, _, gate, _, decay = operands
+    dtype, both = accumulator(k.dtype), call.attention.has_both_directions
+    ends, block = (call.k_layout.ends, call.attention.block) if call.attention.mask == "block" else ((0, 0), 1)
+    num_blocks = (k.shape[2] - sum(ends)) // block
+    logs = lay_out_decay(decay, num_blocks, k.new_empty((), dtype=torch.float64)).log()
+    after = torch.nn.functional.pad(logs.flip(-1).cumsum(-1).flip(-1), (0, 1))
+    before = torch.nn.functional.pad(logs.cumsum(-1), (1, 0))
+    # One entry per slot: the prefix, the blocks and the suffix.
+    slots = [torch.nn.functional.pad(after, (0, 1))] + [torch.nn.functional.pad(before, (1, 0))] * both
+    state_call, given = _without_queries(call, operands)
+    state_call = state_call._replace(attention=call.attention._replace(mask="full", block=0, memory="sum"))
+    parts: State = ()
+    for logs_of_slots in slots:
+        weights = _expand_slots(logs_of_slots.exp().to(dtype), ends, block).expand(k.shape[0], -1, -1)
+        if gate is not None:
+            weights = torch.where(gate, weights, 0) if gate.dtype == torch.bool else gate.to(dtype) * weights
+        parts += run(state_call, given._replace(gate=weights, decay=None), True)[1]
+    return parts, (after[..., 0].exp().to(dtype).expand(k.shape[:2]),)
+
+
+def _expand_slots(values: Tensor, ends: tuple[int, int], block: int) -> Tensor:
+    """Repeat each slot's value, (.., F + 2), once per token. The slots are the prefix, the blocks and the suffix."""
+    prefix, suffix = ends
+    return torch.cat(
+        [
+            values[..., :1].expand(*values.shape[:-1], prefix), values[..., 1:-1].repeat_interleave(block, dim=-1),
+            values[..., -1:].expand(*values.shape[:-1], suffix),
+        ],
+        dim=-1,
+    )  # fmt: skip
+
+
+def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
+    """Return B and T for rule "delta". If the normaliser sums features other than k̂, also return T of these sums."""
+    call, operands = _without_queries(call, operands)
+    _, parts = run(call, operands, True)
+    normalizer = call.attention.normalizer
+    call = call._replace(attention=call.attention._replace(normalizer="none", memory="delta"))
+    transitions = [_run_on_identity(run, call, operands)]
+    if normalizer == "unrotated" and call.spec.map != "none":
+        tables = Tables(make_empty_frequencies(operands.k))
+        plain = call._replace(
+            spec=call.spec._replace(map="none"), k_layout=call.k_layout._replace(sizes=()), q_tables=tables,
+            k_tables=tables,
+        )  # fmt: skip
+        transitions.append(_run_on_identity(run, plain, operands))
+    return parts, tuple(transitions)
+
+
+def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
+    """Return T (B, H_k, E, E), which is the final state if the initial state is the identity and all values are 0.
+
+    If the identity matrix is too large for the kernels, each run handles D_v of its columns (the number of channels of
+    v).
+    """
+    k, v = operands.k, operands.v
+    width = call.spec.out_dim(k.shape[3])
+    size = width if fits_kernels(width, width, k.element_size(), delta=True) else v.shape[3]
+    found: list[Tensor] = []
+    for columns in torch.eye(width, dtype=accumulator(k.dtype), device=k.device).split(size, dim=1):
+        values = k.new_zeros(columns.shape[1]).expand(*k.shape[:3], -1)
+        state = columns.expand(*k.shape[:2], *columns.shape)
+        found += run(call, operands._replace(v=values, state=(state,)), True)[1]
+    return torch.cat(found, dim=-1)
+
+
+def _without_queries(call: LinearCall, operands: Operands) -> tuple[LinearCall, Operands]:
+    """Return a call and operands without queries or an initial state.
+
+    Use them to compute only the state of the keys.
+    """
+    q_layout, q_tables = _without_tokens(call.q_layout, call.q_tables)
+    q = operands.q.new_empty((*operands.q.shape[:2], 0, operands.q.shape[3]))
+    return call._replace(q_layout=q_layout, q_tables=q_tables), operands._replace(q=q, state=())
+
+
+def _without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
+    """Return a layout and tables for zero tokens. They are new objects, so q and k no longer share them."""
+    tables = Tables(*tables)
+    if tables.coords is None:
+        return layout._replace(num_tokens=0), tables
+    rotated = None if tables.rotated is None else tables.rotated[..., :0]
+    return Layout(0, 0, 0, 0, ()), tables._replace(coords=tables.coords[..., :0, :], rotated=rotated)
 
 
 # --- between the ranks ------------------------------------------------------------------------------------------
@@ -129,21 +260,45 @@ class _SumRanks(torch.autograd.Function):
         return _SumRanks.apply(*grads, ctx.group), None
 
 
-class _SumBefore(torch.autograd.Function):
-    """Sum a tensor over the ranks before this one or, if ``is_reversed`` is set, over the ranks after it."""
+def _gather(given: tuple[State, State], group: Any) -> tuple[State, State]:
+    """Gather tensors (B, H, ..) from R ranks into tensors (R, B, H, ..), with a single all-gather."""
+    parts, transitions = given
+    tensors = (*parts, *transitions)
+    rows = torch.cat([t.flatten(2) if t.ndim > 2 else t.unsqueeze(2) for t in tensors], dim=2)
+    ranks = _GatherRanks.apply(rows, group).split([t.shape[2:].numel() for t in tensors], dim=3)
+    found = tuple(t.reshape(t.shape[0], *like.shape) for t, like in zip(ranks, tensors, strict=True))
+    return found[: len(parts)], found[len(parts) :]
+
+
+class _GatherRanks(torch.autograd.Function):
+    """All-gather a tensor (..) over the R ranks of a group. The result has shape (R, ..)."""
 
     @staticmethod
-    def forward(ctx, t, group, is_reversed):
-        ctx.group, ctx.is_reversed = group, is_reversed
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        each = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(each, t.contiguous(), group=group)
-        chosen = each[rank + 1 :] if is_reversed else each[:rank]
-        return torch.stack(chosen).sum(0) if chosen else torch.zeros_like(each[rank])
+    def forward(ctx, t, group):
+        ctx.group = group
+        found = t.new_empty((dist.get_world_size(group), *t.shape))
+        dist.all_gather([*found], t.contiguous(), group=group)
+        return found
 
     @staticmethod
     def backward(ctx, *grads):
-        return _SumBefore.apply(*grads, ctx.group, not ctx.is_reversed), None, None
+        return _SumForRank.apply(*grads, ctx.group), None
+
+
+class _SumForRank(torch.autograd.Function):
+    """Reduce-scatter a tensor (R, ..) over the R ranks of a group. Each rank gets its own sum (..)."""
+
+    @staticmethod
+    def forward(ctx, t, group):
+        ctx.group = group
+        received = torch.empty_like(t, memory_format=torch.contiguous_format)
+        # We don't use reduce_scatter, because some versions of gloo lack it.
+        dist.all_to_all_single(received, t.contiguous(), group=group)
+        return received.sum(0)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _GatherRanks.apply(*grads, ctx.group), None
 
 
 class _ChangeGradient(torch.autograd.Function):
@@ -178,26 +333,26 @@ def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
                 f"k: expected q's placements {tuple(q.placements)}, or Replicate() (with one key head, or if the "
                 f"queries' tokens are sharded), got {tuple(k.placements)}; call k.redistribute first"
             )
-    if call.cu_seqlens is not None and count_ranks(q, TOKENS) * count_ranks(q, BATCH) > 1:
+    if call.cu_seqlens is not None and sharding.count_ranks(q, TOKENS) * sharding.count_ranks(q, BATCH) > 1:
         raise ValueError(
             f"cu_seqlens: expected all tokens on each rank, got q with a sharded batch or sharded tokens, "
             f"{tuple(q.placements)}"
         )
     if sum(p.is_shard(TOKENS) for p in k.placements) > 1:
         raise ValueError(f"q: expected tokens sharded over a single mesh dimension, got {tuple(q.placements)}")
-    if k.shape[1] % count_ranks(k, HEADS):
+    if k.shape[1] % sharding.count_ranks(k, HEADS):
         raise ValueError(
-            f"k: expected a number of heads divisible by {count_ranks(k, HEADS)} (the number of ranks), or 1 "
+            f"k: expected a number of heads divisible by {sharding.count_ranks(k, HEADS)} (the number of ranks), or 1 "
             f"replicated head, got {k.shape[1]}"
         )
     for tables, x in ((call.q_tables, q), (call.k_tables, k)):
-        check_cut(tables, x)
-        local_part(x, HEADS)
+        sharding.check_cut(tables, x)
+        sharding.local_part(x, HEADS)
 
 
 def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
     """Check the blocks of all ranks on every rank. If only one rank raised an error, the other ranks would hang."""
-    num_ranks, num_tokens = count_ranks(q, TOKENS), q.shape[2]
+    num_ranks, num_tokens = sharding.count_ranks(q, TOKENS), q.shape[2]
     if call.attention.mask != "block" or num_ranks == 1:
         return
     if call.q_tables.coords is not None:
@@ -215,7 +370,7 @@ def _find_partial_axes(q: Any, k: Any) -> list[int]:
     """Return the mesh axes along which q is sharded but k is not. Along them, ranks compute partial gradients of k."""
     return [
         i for i, (a, b) in enumerate(zip(q.placements, k.placements, strict=True)) if a.is_shard() and b.is_replicate()
-    ]  # fmt: skip
+    ]
 
 
 def _share_gradient(t: Tensor, x: Any, axes: list[int]) -> Tensor:
@@ -236,17 +391,17 @@ def _local(x: Any, q: Any) -> Tensor:
 
 def _local_gate(gate: Any, k: Any, partial_axes: list[int]) -> Tensor:
     dims = {BATCH: 0, TOKENS: 2} if gate.shape[1] == 1 else {BATCH: 0, HEADS: 1, TOKENS: 2}
-    return _share_gradient(take_local(gate, k, dims), k, partial_axes)
+    return _share_gradient(sharding.take_local(gate, k, dims), k, partial_axes)
 
 
 def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, partial_axes: list[int]) -> Tensor:
     """Return the decays of this rank's samples, heads and blocks. ``calls`` is (global call, local call)."""
     sizes = {HEADS: 0} if decay.ndim == 1 else {BATCH: 0, HEADS: 1}
     dims = {dim: place for dim, place in sizes.items() if decay.shape[place] > 1}
-    found = _share_gradient(take_local(decay, k, dims), k, partial_axes)
-    if decay.ndim == 1 or count_ranks(k, TOKENS) == 1:
+    found = _share_gradient(sharding.take_local(decay, k, dims), k, partial_axes)
+    if decay.ndim == 1 or sharding.count_ranks(k, TOKENS) == 1:
         return found
-    (start, length), block = local_part(k, TOKENS), calls[0].attention.block
+    (start, length), block = sharding.local_part(k, TOKENS), calls[0].attention.block
     if calls[0].attention.mask == "block":
         prefix, own = calls[0].k_layout.ends[0], calls[1].k_layout.ends
         start, length = max(0, start - prefix) // block, (length - sum(own)) // block
@@ -263,12 +418,10 @@ def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
             t if t is None else _share_gradient(t, k, partial_axes) for t in (k_tables.phase, k_tables.coords)
         )
         # q and k share one tensor of frequencies, so autograd adds their gradients before ranks communicate.
-        k_tables = k_tables._replace(
-            omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords
-        )  # fmt: skip
+        k_tables = k_tables._replace(omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords)
     in_rows = call.spec.map != "none"  # without a map, the layout of a shard keeps its prefix and suffix
-    of_q = local_weights(of_tensor(call.weights, 0), call.q_layout, q, in_rows)
-    of_k = local_weights(of_tensor(call.weights, 1), call.k_layout, k, in_rows)
+    of_q = sharding.local_weights(of_tensor(call.weights, 0), call.q_layout, q, in_rows)
+    of_k = sharding.local_weights(of_tensor(call.weights, 1), call.k_layout, k, in_rows)
     weight_k, bias_k = (None if t is None else _share_gradient(t, k, partial_axes) for t in of_k[:2])
     cu_seqlens: Any = call.cu_seqlens
     return call._replace(
@@ -280,8 +433,8 @@ def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
 
 def _local_side(call: LinearCall, layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:
     if call.spec.map != "none":
-        return local_positions(layout, tables, x)
-    start, length = local_part(x, TOKENS)
+        return sharding.local_positions(layout, tables, x)
+    start, length = sharding.local_part(x, TOKENS)
     return layout._replace(num_tokens=length, start=layout.start + start), tables
 
 
@@ -294,9 +447,7 @@ def _whole_state(t: Tensor, q: Any, k: Any) -> Tensor:
         placements.append(theirs if cut else Replicate())
         if ours.is_shard() and not cut:
             t = _ChangeGradient.apply(t, _keep_first, q.device_mesh.get_group(axis))
-    batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples or of packed sequences
+    batch = k.shape[0] if sharding.count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples or of packed sequences
     shape = torch.Size((batch, k.shape[1], *t.shape[2:]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        t.contiguous(), q.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )  # fmt: skip
+    return DTensor.from_local(t.contiguous(), q.device_mesh, placements, run_check=False, shape=shape, stride=stride)

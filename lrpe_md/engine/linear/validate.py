@@ -11,28 +11,17 @@ from ...checks import can_read, check_dense, check_offsets, invalid_positions, o
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS
 from ...reference_linear import Attention
-from ..core.call import NO_WEIGHTS, Layout, Spec, Tables, Weights
+from ..core.call import NO_WEIGHTS, Call, Layout, Spec, Tables, Weights
+from ..core.memory import accumulator
 from ..core.norms import check_weights
 from ..core.operator import check_impl
 from ..encode.tables import explain_missing
 from ..encode.validate import WHOLE_PACK, check_act, check_input, check_unused, locate, validate
 from .call import Directions, LinearCall, LinearOptions, NormalizerName, Rule, Sides
 
-__all__ = [
-    "NEVER_NEGATIVE", "PACKED", "TensorArguments", "check_decay_range", "check_edges", "check_eps", "check_gate",
-    "check_normalizer", "check_rule", "check_sequence_softmax", "make_empty_frequencies", "validate_linear",
-]  # fmt: skip
-
 PACKED = f"q, k and v as (1, H, N, D), with cu_seqlens or {WHOLE_PACK}"
 NORMALIZER_NAMES, RULES, DIRECTIONS = get_args(NormalizerName), get_args(Rule), get_args(Directions)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
-
-
-class _SidePositions(NamedTuple):
-    """Positions of the tokens of q or of k."""
-
-    layout: Layout
-    tables: Tables
 
 
 class TensorArguments(NamedTuple):
@@ -66,20 +55,25 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
             f"k: expected the same number of tokens as q ({q.shape[2]}) with a causal or block mask, got {k.shape[2]}"
         )
     cu_seqlens = _check_cu_seqlens(arguments.cu_seqlens, q, attention.mask, has_position_pair)
-    spec, q_side, k_side = _place_sides(options, arguments, sides)
+    q_side, k_side = _place_sides(options, arguments, sides)
+    spec = q_side.spec
+    if options.norm is not None:
+        kind, over, eps, offset = options.norm
+        spec = spec._replace(norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
     if attention.mask == "block":
         _check_blocks(q_side.layout, sides.positions, attention.block)
     if arguments.decay is not None:
         _check_decay(arguments.decay, k, q_side.layout, attention)
     if attention.memory == "add" and attention.block == 1 and not any(q_side.layout.ends):
         attention = attention._replace(mask="causal", block=0)
-    _check_state(arguments, spec, attention.normalizer)
+    call = LinearCall(
+        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens, None, arguments.weights
+    )
+    _check_state(call, arguments)
     if options.norm is not None:
         for side in (q_side, k_side):
             check_weights(options.encoding, arguments.weights, (q, k), side.layout)
-    return LinearCall(
-        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens, None, arguments.weights
-    )  # fmt: skip
+    return call
 
 
 def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Attention:
@@ -133,7 +127,7 @@ def check_rule(rule: Any, directions: Any) -> None:
 def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) -> None:
     batch, heads, num_tokens, _ = k.shape
     form = "(H_k or 1,) or (B or 1, H_k or 1, blocks)"
-    check_dense("decay", decay, form)
+    check_dense("decay", decay, form, k, "k")
     if not decay.is_floating_point():
         raise TypeError(f"decay: expected a floating-point tensor, got {decay.dtype}")
     num_blocks, unit = num_tokens, "tokens"
@@ -146,8 +140,6 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
             f"decay: expected shape ({or_one(heads)},) for one decay per key head, or ({or_one(batch)}, "
             f"{or_one(heads)}, {num_blocks}) for the {unit}, got {tuple(decay.shape)}"
         )
-    if decay.device != k.device:
-        raise ValueError(f"decay: expected a tensor on k's device {k.device}, got {decay.device}")
 
 
 def check_decay_range(decay: Tensor | None) -> None:
@@ -217,7 +209,7 @@ def check_gate(gate: Any, k: Tensor) -> None:
     if gate is None:
         return
     batch, heads, num_tokens, _ = k.shape
-    check_dense("gate", gate, "(B, H_k or 1, N)")
+    check_dense("gate", gate, "(B, H_k or 1, N)", k, "k")
     if not (gate.dtype == torch.bool or gate.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
         raise TypeError(f"gate: expected a boolean or floating-point tensor, got {gate.dtype}")
     if gate.ndim != 3 or gate.shape[0] != batch or gate.shape[1] not in (1, heads) or gate.shape[2] != num_tokens:
@@ -225,21 +217,17 @@ def check_gate(gate: Any, k: Tensor) -> None:
             f"gate: expected shape (B, H_k or 1, N) = ({batch}, {or_one(heads)}, {num_tokens}), one weight per key, "
             f"got {tuple(gate.shape)}"
         )
-    if gate.device != k.device:
-        raise ValueError(f"gate: expected a tensor on k's device {k.device}, got {gate.device}")
 
 
 def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: bool) -> Tensor | None:
     if cu_seqlens is None:
         return None
-    check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)")
+    check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)", q, "q")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens: expected an int32 or int64 tensor of shape (num_seqs + 1,), got {cu_seqlens.dtype} "
             f"{tuple(cu_seqlens.shape)}"
         )
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens: expected a tensor on q's device {q.device}, got {cu_seqlens.device}")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected sequences packed in q (1, H, N, D), got {tuple(q.shape)}")
     if mask == "block":
@@ -277,22 +265,17 @@ def check_edges(layout: Layout, total: int, block: int) -> None:
             )
 
 
-def _check_state(arguments: TensorArguments, spec: Spec, normalizer: str) -> None:
-    state = arguments.state
+def _check_state(call: LinearCall, arguments: TensorArguments) -> None:
+    state, q, normalizer = arguments.state, arguments.q, call.attention.normalizer
     if not state:
         return
-    q, k, v = arguments.q, arguments.k, arguments.v
-    width = spec.out_dim(k.shape[3])
-    batch = k.shape[0] if arguments.cu_seqlens is None else arguments.cu_seqlens.shape[0] - 1
-    expected: list[tuple[int, ...]] = [(batch, k.shape[1], width, v.shape[3])]
-    if normalizer != "none":
-        expected.append((batch, k.shape[1], k.shape[3] if normalizer == "unrotated" else width))
+    expected = call.state_sizes(arguments.k, arguments.v)
     form = "(S, Σ)" if len(expected) == 2 else "(S, None)"
     if len(state) != len(expected):
         raise ValueError(
             f"state: expected {form} of shapes {expected} with normalizer={normalizer!r}, got {len(state)} tensors"
         )
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulator(q.dtype)
     for t, shape in zip(state, expected, strict=True):
         check_dense("state", t, form)
         if tuple(t.shape) != shape:
@@ -307,9 +290,8 @@ def _check_state(arguments: TensorArguments, spec: Spec, normalizer: str) -> Non
 # --- positions of q and k -------------------------------------------------------------------------------------------
 
 
-def _place_sides(
-    options: LinearOptions, arguments: TensorArguments, sides: Sides
-) -> tuple[Spec, _SidePositions, _SidePositions]:
+def _place_sides(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> tuple[Call, Call]:
+    """Return the spec, layout and tables of q and of k, without the norm."""
     q, k = arguments.q, arguments.k
     for phi in sides.phase if type(sides.phase) is tuple else (sides.phase,):
         if isinstance(phi, Tensor) and phi.ndim == 3:
@@ -326,28 +308,17 @@ def _place_sides(
     _, positions, phase, amplitude = sides
     plain_options = options.encoding._replace(norm=None)
     if type(positions) is not tuple and type(phase) is not tuple:
-        spec, layout, tables, *_ = validate(plain_options, (q, k), omega, positions, phase, amplitude)
-        side = _SidePositions(layout, tables)
-        return _with_norm(options, spec), side, side
+        side = validate(plain_options, (q, k), omega, positions, phase, amplitude)
+        return side, side
     if type(positions) is tuple and positions and isinstance(positions[0], int):
         raise invalid_positions(positions)
     position_and_phase_pairs = split_pair("positions", positions), split_pair("phase", phase)
-    (spec, q_layout, q_tables, *_), (_, k_layout, k_tables, *_) = (
+    q_side, k_side = (
         validate(plain_options, (x,), omega, side_positions, phi, amplitude)
         for x, side_positions, phi in zip((q, k), *position_and_phase_pairs, strict=True)
     )
     # Both sides use the same amplitude tensor, even if it was created from a number.
-    return (
-        _with_norm(options, spec), _SidePositions(q_layout, q_tables),
-        _SidePositions(k_layout, k_tables._replace(amplitude=q_tables.amplitude)),
-    )  # fmt: skip
-
-
-def _with_norm(options: LinearOptions, spec: Spec) -> Spec:
-    if options.norm is None:
-        return spec
-    kind, over, eps, offset = options.norm
-    return spec._replace(norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
+    return q_side, k_side._replace(tables=k_side.tables._replace(amplitude=q_side.tables.amplitude))
 
 
 def make_empty_frequencies(q: Tensor) -> Tensor:
@@ -355,10 +326,8 @@ def make_empty_frequencies(q: Tensor) -> Tensor:
     return torch.empty((1, 0, 0), dtype=torch.float32, device=q.device)
 
 
-def _place_without_map(
-    options: LinearOptions, arguments: TensorArguments, sides: Sides
-) -> tuple[Spec, _SidePositions, _SidePositions]:
-    """Return the spec and both sides for map=None. Positions only determine the numbers of prefix and suffix tokens."""
+def _place_without_map(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> tuple[Call, Call]:
+    """Return both sides for map=None. Positions only determine the numbers of prefix and suffix tokens."""
     check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
@@ -366,11 +335,10 @@ def _place_without_map(
     for name, x in (("q", arguments.q), ("k", arguments.k)):
         if x.shape[3] < 1:
             raise ValueError(f"{name}: expected a positive head_dim, got {tuple(x.shape)}")
-    spec = _with_norm(options, Spec("none", options.act, options.dim or 0))
-    tables = Tables(make_empty_frequencies(arguments.q))
-    layouts = []
+    spec, tables = Spec("none", options.act, options.dim or 0), Tables(make_empty_frequencies(arguments.q))
+    places = []
     for x, positions in zip((arguments.q, arguments.k), split_pair("positions", sides.positions), strict=True):
         num_tokens = x.shape[2]
         layout = Layout(num_tokens, 0, num_tokens, 0, ()) if positions is None else locate(positions, x).layout
-        layouts.append(layout._replace(sizes=()))
-    return spec, _SidePositions(layouts[0], tables), _SidePositions(layouts[1], tables)
+        places.append(Call(spec, layout._replace(sizes=()), tables))
+    return places[0], places[1]
