@@ -382,6 +382,26 @@ def test_bits_per_byte_of_long_texts_are_measured():
     )
     assert f"At 4, 8 and 16 times that length, stretched rotation reaches {stretched} bits per byte." in text
     assert f"Without stretching, cosine with softplus reaches {cosine}." in text
+    longer = ["1024", "2048", "4096", "8192"]
+    linear, unscaled = (means["rotate"][name][longer] for name in ("linear", "none"))
+    assert (linear > unscaled).all()
+    twice = f"{linear['1024']:.2f} instead of {unscaled['1024']:.2f} bits per byte at twice the length."
+    assert f"rotation is worse than without stretching at every length: {twice}" in text
+
+
+def test_differences_of_mixed_frequencies_at_other_sizes_are_measured():
+    found = {}
+    for task in ("image", "image-2e-3", "image-2e-3-qk-norm", "digits", "video"):
+        text = (PAGES / f"ablate-{task}.md").read_text(encoding="utf-8").split("**Difference from rotate.")[1]
+        rows = [cells(row) for row in text.split("Rescaled positions")[1].splitlines()]
+        found[task] = [cell for row in rows if row[0] == "rotate-mixed" and "±" in row[2] for cell in row[3:]]
+    high = found.pop("image-2e-3")
+    assert all(cell.strip("*").startswith("-") for cell in high)
+    assert any("**" in cell for cell in high)
+    compared = [cell for row in found.values() for cell in row]
+    same = sum("**" not in cell for cell in compared)
+    text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
+    assert f"with mapped positions, {same} of {len(compared)} comparisons with axial frequencies" in text
 
 
 def read_values(comparison, measure="value"):
