@@ -52,10 +52,10 @@ class Spec(NamedTuple):
     norm_offset: float = 0.0  # added to the norm's weight
 
     def out_dim(self, head_dim: int) -> int:
-        return head_dim + MAPS[self.map].widens * self.num_channels
+        return head_dim + self.num_channels if MAPS[self.map].widens else head_dim
 
     def head_dim(self, out_dim: int) -> int:
-        return out_dim - MAPS[self.map].widens * self.num_channels
+        return out_dim - self.num_channels if MAPS[self.map].widens else out_dim
 
 
 def widen(omega: Tensor) -> Tensor:

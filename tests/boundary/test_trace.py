@@ -38,11 +38,16 @@ def fake_tensors():
         yield
 
 
-def trace(function, *args):
-    """Trace both passes (Dynamo traces the backward pass of an autograd function with its forward pass)."""
-    for out in torch.compile(function, backend="eager", fullgraph=True)(*args):
-        assert out.device.type == "cuda"
-        assert out.requires_grad
+@pytest.fixture(params=[False, True], ids=["fixed sizes", "any sizes"])
+def trace(request):
+    """Return a function that traces both passes of a call. Dynamo traces the backward pass with the forward pass."""
+
+    def run(function, *args):
+        for out in torch.compile(function, backend="eager", fullgraph=True, dynamic=request.param)(*args):
+            assert out.device.type == "cuda"
+            assert out.requires_grad
+
+    return run
 
 
 def learn(tensor):
@@ -50,7 +55,7 @@ def learn(tensor):
 
 
 @pytest.mark.parametrize("case", ENCODINGS.values(), ids=ENCODINGS)
-def test_encoding(case):
+def test_encoding(case, trace):
     inputs = make_inputs(case, "cuda")
     forward = bind(inputs, "triton")
     num_xs = len(inputs.xs)
@@ -63,14 +68,14 @@ def test_encoding(case):
 
 @pytest.mark.parametrize("encode", [cosine, rotate])
 @pytest.mark.parametrize("learned", [False, True], ids=["constant", "learned"])
-def test_tables(encode, learned):
+def test_tables(encode, learned, trace):
     q, k = (torch.empty(2, heads, 17, 16, device="cuda", requires_grad=True) for heads in (4, 2))
     cos, sin = (torch.empty(16, 16, device="cuda", requires_grad=learned) for _ in range(2))
     trace(lambda q, k, cos, sin: encode(q, k, tables=(cos, sin), prefix=1, impl="triton"), q, k, cos, sin)
 
 
 @pytest.mark.parametrize("settings", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_linear_attention(settings):
+def test_linear_attention(settings, trace):
     inputs = make_linear_inputs(LinearCase(**settings), "cuda")
     forward = bind_linear(inputs, "triton")
 

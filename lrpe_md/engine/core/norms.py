@@ -101,8 +101,8 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
         first = t if first is None else first
         is_alike = t.ndim == first.ndim and t.dtype == first.dtype
         if t.ndim == 3:
-            is_same_form = heads == 1 or (t.shape[1] > 1) == (first.shape[1] > 1)
-            is_alike = is_alike and t.shape[0] == first.shape[0] and is_same_form
+            by_head = [own.shape[1] > 1 or heads == 1 for own in (t, first)]
+            is_alike = is_alike and t.shape[0] == first.shape[0] and all(by_head) == any(by_head)
         if not is_alike:
             raise ValueError(
                 f"{label}: expected the same shape and dtype as the norm's other tensors, {tuple(first.shape)} "
