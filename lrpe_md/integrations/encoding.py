@@ -380,7 +380,7 @@ class EncodingStack:
         if idle == 1:
             raise ValueError(message)
         if idle:
-            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=4)
+            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ...}}", stacklevel=4)
 
     def lay_out(
         self,

@@ -193,7 +193,7 @@ def compose(
 
 
 def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | None = None) -> Packed:
-    """Concatenate the layouts of several samples, to encode x (N, H, D) or (1, H, N, D) with N = N_1 + .. + N_B.
+    """Concatenate the layouts of several samples, to encode x (N, H, D) or (1, H, N, D) with N = N_1 + ... + N_B.
 
     Softmax attention must also keep the samples apart, for example with the result's cu_seqlens in flash-attn. Linear
     attention does this itself, and only accepts (1, H, N, D).

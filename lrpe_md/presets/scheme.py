@@ -248,7 +248,7 @@ class Scheme:
             requires ``num_heads``.
         grid: function (shape, **options) → positions of an image or a video. Its parameters define the options.
         row_major: whether tokens are in row-major order. If False, the grid function returns a table in its own order.
-        reference: default value of ``positions(.., reference=..)``.
+        reference: default value of ``positions(..., reference=...)``.
         tokens: placement of tokens outside of the grids. The length in ``tokens`` is ignored, because you pass the
             number of tokens to ``positions``. None means that such tokens are not supported.
         tokens_start: function from the shapes of the grids to the position of the first token. None means the running
