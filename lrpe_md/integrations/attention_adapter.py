@@ -216,10 +216,11 @@ class _ModelForward(_Forward):
             finally:
                 local.running, local.current = before
         if not own.is_used:
+            others = f" and {len(own.attentions) - 1} more" * (len(own.attentions) > 1)
             raise RuntimeError(
                 f"modules: expected attention modules that {type(self.module).__name__}.forward calls, got "
-                f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, which it didn't call. "
-                "Select the modules whose own forward calls scaled_dot_product_attention"
+                f"{own.attentions[0].path or 'the model'}{others}, which it didn't call. Select the "
+                "modules whose own forward calls scaled_dot_product_attention"
             )
         return output
 

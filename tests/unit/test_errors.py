@@ -294,11 +294,11 @@ BAD = {
         TypeError, PAIR, lambda: scale_xpos(x, x, positions=[Grid((12,))] * 2, scale_base=512),
     ),
     "a list of coordinates": (
-        TypeError, r"got list; for coordinates \(N, K\), pass Coordinates\(torch\.tensor\(\.\.\)\)$",
+        TypeError, r"got list; for coordinates \(N, K\), pass Coordinates\(torch\.tensor\(\.\.\.\)\)$",
         lambda: rotate(x, x, omega=pairs, positions=[[0, 0], [0, 1]]),
     ),
     "an array of coordinates": (
-        TypeError, r"positions: .*, got ndarray; pass Coordinates\(torch\.as_tensor\(\.\.\)\)$",
+        TypeError, r"positions: .*, got ndarray; pass Coordinates\(torch\.as_tensor\(\.\.\.\)\)$",
         lambda: rotate(x, x, omega=pairs, positions=torch.rand(12, 2).numpy()),
     ),
     "cu_seqlens for a module": (

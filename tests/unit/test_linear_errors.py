@@ -97,7 +97,7 @@ ERRORS = {
     r"gate: expected a tensor on k's device cpu, got meta": {"gate": torch.ones(2, 1, 7, device="meta")},
     # masks
     r"block: expected a divisor of the 6 tokens between prefix and suffix .*, got 4": {"block": 4},
-    r"block: .*, got 4; for tokens before the first block, pass Coordinates\(\.\., prefix=\)": {
+    r"block: .*, got 4; for tokens before the first block, pass Coordinates\(\.\.\., prefix=\)": {
         "block": 4, "positions": torch.zeros(7, 2),
     },
     r"block: expected a positive integer, .*, got 0": {"block": 0},
