@@ -130,7 +130,7 @@ def main(
     npz: Annotated[
         Path | None,
         typer.Option(
-            help="Images: .npz file for --count samples (arr_0, uint8 (N, [frames,] H, W, 3)) and labels (arr_1)."
+            help="Images: .npz file for --count samples. arr_0 is uint8 (N, [frames,] H, W, 3). arr_1 has the labels."
         ),
     ] = None,
 ) -> None:
