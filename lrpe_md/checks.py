@@ -14,10 +14,10 @@ from torch import Tensor
 from .engine.inductor.private import are_transforms_active, is_tracing, num_dispatch_modes
 
 __all__ = [
-    "a_or_an", "as_integer", "can_read", "check_at_least", "check_dense", "check_frequencies", "check_offsets",
-    "check_one_of", "check_precise", "check_reference", "describe_positions", "explain_unknown", "find_similar",
-    "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "plural", "repeat_over_layers",
-    "show_value", "split_pair", "suggest",
+    "a_or_an", "as_integer", "can_read", "check_at_least", "check_boundaries", "check_dense", "check_frequencies",
+    "check_offsets", "check_one_of", "check_precise", "check_reference", "describe_positions", "explain_unknown",
+    "find_similar", "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "plural",
+    "repeat_over_layers", "show_value", "split_pair", "suggest",
 ]  # fmt: skip
 
 
@@ -86,6 +86,16 @@ def can_read(t: Tensor) -> bool:
     if torch.compiler.is_compiling() or fleeting():
         return False
     return type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu"
+
+
+def check_boundaries(cu_seqlens: Any, x: Tensor | None = None, owner: str = "x") -> None:
+    """Check the type, dtype and shape of the boundaries of packed sequences, and the device as :func:`check_dense`."""
+    check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)", x, owner)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens: expected an int32 or int64 tensor of shape (num_seqs + 1,), got {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}"
+        )
 
 
 def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = True) -> None:

@@ -629,7 +629,11 @@ class SeriesModule(FrequencyModule):
             raise ValueError(
                 "frequencies: expected 'axial', 'mixed' or a function (channels, heads, seed) -> omega, "
                 f"got {show_value(frequencies)}"
-                + ("; pass a function that returns this tensor" if isinstance(frequencies, Tensor) else "")
+                + (
+                    "; pass a function that returns this tensor"
+                    if isinstance(frequencies, Tensor)
+                    else "; for a preset or a Scheme, use PresetMd"
+                )
             )
         check_one_of("axis_order", axis_order, AXIS_ORDERS)
         default = DEFAULT_BASES["mixed" if frequencies == "mixed" else "axial"]

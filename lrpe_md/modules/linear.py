@@ -178,7 +178,7 @@ class LinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_rule(rule, directions)
-        if encoding is not None and not callable(encoding):
+        if encoding is not None and (not callable(encoding) or isinstance(encoding, type)):
             raise TypeError(
                 f"encoding: expected a module, a function or None, got {show_value(encoding)}; pass a module such as "
                 "RotateMd(head_dim, num_axes)"

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_dense, describe_positions, fleeting, is_real, show_value
+from ..checks import as_integer, check_at_least, check_dense, describe_positions, fleeting, is_real, plural, show_value
 from .coordinates import (
     Bound,
     Coordinates,
@@ -474,7 +474,10 @@ def _alike(*values: Any) -> tuple[Any, ...]:
 
 def _check_origin(origin: Any, num_axes: int) -> None:
     if not isinstance(origin, Tensor):
-        raise TypeError(f"origin: expected an integer tensor of shape (K,) or (B, K), got {type(origin).__name__}")
+        raise TypeError(
+            f"origin: expected an integer tensor of shape (K,) or (B, K), got {type(origin).__name__}; pass "
+            f"torch.tensor([..], device=x.device) with {plural(num_axes, 'integer')}"
+        )
     check_dense("origin", origin, "(K,) or (B, K)")
     if origin.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"origin: expected int32 or int64, got {origin.dtype}; for fractions, use shift")

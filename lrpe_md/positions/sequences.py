@@ -17,7 +17,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_offsets, check_precise, describe_positions, show_value
+from ..checks import (
+    as_integer,
+    check_at_least,
+    check_boundaries,
+    check_offsets,
+    check_precise,
+    describe_positions,
+    show_value,
+)
 from .coordinates import check_reach, larger
 from .grid import Coordinates, Grid, offset_positions
 
@@ -118,7 +126,8 @@ class Packed(NamedTuple):
 
     Args:
         positions: coordinates (N, K) of the tokens of all samples.
-        cu_seqlens: boundaries (B + 1,) of the samples in int32, from 0 to N, as in flash-attn.
+        cu_seqlens: boundaries (B + 1,) of the samples in int32, from 0 to N, as in flash-attn. On a GPU, values are not
+            checked.
     """
 
     positions: Coordinates
@@ -226,13 +235,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
     Raises:
         ValueError, TypeError: for an invalid argument.
     """
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens: expected a tensor of shape (S + 1,), got {type(cu_seqlens).__name__}")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cu_seqlens: expected an int32 or int64 tensor of shape (S + 1,), got {cu_seqlens.dtype} "
-            f"{tuple(cu_seqlens.shape)}"
-        )
+    check_boundaries(cu_seqlens)
     check_at_least(0, num_tokens=num_tokens)
     check_offsets(cu_seqlens, num_tokens, to_the_end=False)
     num, device = len(cu_seqlens) - 1, cu_seqlens.device

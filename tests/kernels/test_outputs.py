@@ -69,7 +69,7 @@ def test_offsets_beyond_the_cache_are_not_written(form):
         job.check(job.run("triton", out=job.out(caches), out_start=start), caches, starts)
     for impl, starts in itertools.product(["reference", "auto"], ([LENGTH, 0], [0, -1], [LENGTH], [2**40, 0])):
         caches = job.caches()
-        with pytest.raises(IndexError, match=r"out_start: expected rows from 0 to \d, got \[.* must fit"):
+        with pytest.raises(IndexError, match=r"out_start: .* rows from 0 to \d, got \[.*: (1 token|[2-9] tokens) must"):
             job.run(impl, out=job.out(caches), out_start=torch.tensor(starts))
         assert all(c is None or c.isnan().all() for c in caches), "the cache was written"
 

@@ -769,7 +769,7 @@ def test_a_scheme_in_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"head_dim": -1}, "head_dim: expected at least 1, got -1"),
+    ({"head_dim": -1}, "head_dim: expected a positive integer, got -1"),
     ({"grid": "mine"}, "grid: expected one of the functions"),
     ({"grid": "mine"}, "register_scheme, and pass --import MODULE --preset NAME"),
 ])  # fmt: skip

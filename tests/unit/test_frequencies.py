@@ -172,7 +172,9 @@ def test_shares():
     assert split_channels(64, (2, 7, 7)) == (8, 28, 28)
     assert split_channels(64, (1, 1, 1), remainder=0) == (22, 21, 21)
     assert split_channels(65, (1, 1, 1), remainder=2) == (21, 21, 23)
-    with pytest.raises(ValueError, match=r"num_channels: expected a multiple of 2 .*, got 7; .* such as remainder=0$"):
+    with pytest.raises(
+        ValueError, match=r"num_channels: .* multiple of 2 .*, got 7 channels or pairs; .* Axial\(.., remainder=0\)$"
+    ):
         split_channels(7, (1, 1))
 
 

@@ -207,9 +207,11 @@ def test_unsuitable_normalizers_are_refused():
         LinearAttention(CosineMd(8, 2, act="relu"))(q, k, v)
 
 
-@pytest.mark.parametrize("encoding", ["rotate", 3])
+@pytest.mark.parametrize("encoding", ["rotate", 3, CosineMd])
 def test_an_encoding_of_another_type_is_refused(encoding):
-    with pytest.raises(TypeError, match=r"encoding: expected a module, .*, got ('rotate'|3); pass .* RotateMd\("):
+    with pytest.raises(
+        TypeError, match=r"encoding: expected a module, .* got ('rotate'|3|<class .*); pass .* RotateMd"
+    ):
         LinearAttention(encoding)
 
 

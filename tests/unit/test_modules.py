@@ -369,8 +369,11 @@ def test_custom_frequencies(cls):
     assert torch.equal(module.to_empty(device="cpu").get_omega(), own_omega(channels, 4, 0).float())
     with pytest.raises(ValueError, match=rf"expected omega of shape \(4 or 1, {channels}, 3\), got"):
         cls(8, 3, frequencies=own_omega, num_heads=4)
-    with pytest.raises(ValueError, match="frequencies: expected 'axial', 'mixed' or a function"):
-        cls(8, 2, frequencies="spiral")
+    for other in ("spiral", Scheme("Ours.", 8, Axial((1, 1)))):
+        with pytest.raises(
+            ValueError, match=r"frequencies: expected 'axial', .*; for a preset or a Scheme, use PresetMd"
+        ):
+            cls(8, 2, frequencies=other)
 
 
 @pytest.mark.parametrize("amplitude", [1.5, torch.linspace(0.5, 2, 4, dtype=torch.float64)], ids=["number", "a pair"])

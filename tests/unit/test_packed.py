@@ -173,6 +173,11 @@ def test_packed_tokens_with_own_coordinates(call):
     torch.testing.assert_close(found, as_came(call(x[None].transpose(1, 2), coords), 3), rtol=0, atol=0)
     with pytest.raises(TypeError, match=r"positions: expected Coordinates in Packed, got a Tensor; pass Coord"):
         call(x, Packed(coords, SEQLENS))
+    for wrong in ([0, 5, 8], SEQLENS.float()):
+        with pytest.raises((TypeError, ValueError), match=r"^cu_seqlens: expected .* of shape \(num_seqs \+ 1,\), got"):
+            call(x, Packed(Coordinates(coords), wrong))
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected .* got \[3, 5\]; pass 0 followed by the cumulative"):
+        call(x, Packed(Coordinates(coords), SEQLENS.diff()))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import can_read, check_dense
+from ...checks import can_read, check_dense, plural
 from ..core.call import Call
 from ..inductor.private import is_transforming
 
@@ -240,8 +240,9 @@ def check_places(target: Target, lengths: Sequence[int]) -> None:
     for i, (out, length) in enumerate(zip(target.outs, lengths, strict=True)):
         if out is not None and length and not 0 <= first <= last <= out.shape[2] - length:
             raise IndexError(
-                f"out_start: expected rows from 0 to {out.shape[2] - length}, got {start.tolist()}: {length} tokens "
-                f"must fit into the {out.shape[2]} rows of {target.name(i)}. Nothing was written"
+                f"out_start: expected rows from 0 to {out.shape[2] - length}, got {start.tolist()}: "
+                f"{plural(length, 'token')} must fit into the {out.shape[2]} rows of {target.name(i)}. "
+                "Nothing was written"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import as_integer, check_dense, describe_positions, show_value
+from ...checks import as_integer, check_boundaries, check_dense, check_offsets, describe_positions, show_value
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...positions.sequences import Packed, refuse_mixing
@@ -83,6 +83,8 @@ def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
     refuse_mixing(dim)
     if not isinstance(packed.positions, (Grid, Coordinates)):
         raise TypeError(f"positions: expected Coordinates in Packed, got {describe_positions(packed.positions)}")
+    check_boundaries(packed.cu_seqlens)
+    check_offsets(packed.cu_seqlens, packed.positions.num_tokens, to_the_end=False)
     return packed.positions
 
 

@@ -7,7 +7,16 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...checks import can_read, check_dense, check_offsets, invalid_positions, or_one, show_value, split_pair
+from ...checks import (
+    can_read,
+    check_boundaries,
+    check_dense,
+    check_offsets,
+    invalid_positions,
+    or_one,
+    show_value,
+    split_pair,
+)
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS
 from ...reference_linear import Attention
@@ -222,12 +231,7 @@ def check_gate(gate: Any, k: Tensor) -> None:
 def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: bool) -> Tensor | None:
     if cu_seqlens is None:
         return None
-    check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)", q, "q")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cu_seqlens: expected an int32 or int64 tensor of shape (num_seqs + 1,), got {cu_seqlens.dtype} "
-            f"{tuple(cu_seqlens.shape)}"
-        )
+    check_boundaries(cu_seqlens, q, "q")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected sequences packed in q (1, H, N, D), got {tuple(q.shape)}")
     if mask == "block":
