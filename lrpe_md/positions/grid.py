@@ -476,7 +476,7 @@ def _check_origin(origin: Any, num_axes: int) -> None:
     if not isinstance(origin, Tensor):
         raise TypeError(
             f"origin: expected an integer tensor of shape (K,) or (B, K), got {type(origin).__name__}; pass "
-            f"torch.tensor([..], device=x.device) with {plural(num_axes, 'integer')}"
+            f"torch.tensor([...], device=x.device) with {plural(num_axes, 'integer')}"
         )
     check_dense("origin", origin, "(K,) or (B, K)")
     if origin.dtype not in (torch.int32, torch.int64):

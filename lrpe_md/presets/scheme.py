@@ -300,9 +300,13 @@ class Scheme:
         check_fields(self)
         check_at_least(1, head_dim=self.head_dim, num_heads=self.num_heads)
         if self.map == "cosine" and self.pairs != "interleaved":
-            raise ValueError(f"pairs: expected the default with map='cosine', which has no pairs, got {self.pairs!r}")
+            raise ValueError(
+                f"pairs: expected 'interleaved' (the default) with map='cosine', which has no pairs, got {self.pairs!r}"
+            )
         if self.map == "rotate" and self.order != "cos_sin":
-            raise ValueError(f"order: expected the default with map='rotate', which has no halves, got {self.order!r}")
+            raise ValueError(
+                f"order: expected 'cos_sin' (the default) with map='rotate', which has no halves, got {self.order!r}"
+            )
         self._check_positions()
         if self.rotary is not None and not 0 <= self.rotary[0] < self.rotary[1] <= 1:
             raise ValueError(f"rotary: expected the start and end of a range within [0, 1], got {self.rotary}")

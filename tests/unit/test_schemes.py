@@ -335,7 +335,7 @@ def test_invalid_fields_raise_on_reading(path, value):
 
 @pytest.mark.parametrize("change", [{"order": "sin_cos"}, {"map": "cosine", "pairs": "half"}])
 def test_options_without_effect_are_refused(change):
-    with pytest.raises(ValueError, match=r"(order|pairs): expected the default with map="):
+    with pytest.raises(ValueError, match=r"(order|pairs): expected '\w+' \(the default\) with map="):
         replace(OWN, **change)
 
 
