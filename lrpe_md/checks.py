@@ -36,10 +36,10 @@ def describe_positions(value: Any) -> str:
     if isinstance(value, Tensor):
         return "a Tensor; pass Coordinates(tensor)"
     if hasattr(value, "__array__"):
-        return f"{type(value).__name__}; pass Coordinates(torch.as_tensor(..))"
+        return f"{type(value).__name__}; pass Coordinates(torch.as_tensor(...))"
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if isinstance(value, list) and value and all(isinstance(each, (list, tuple)) for each in value):
-        return "list; for coordinates (N, K), pass Coordinates(torch.tensor(..))"
+        return "list; for coordinates (N, K), pass Coordinates(torch.tensor(...))"
     if not sizes or any(type(size) is not int for size in sizes):
         return type(value).__name__
     return f"{value}; for a grid of this size, pass Grid({sizes}), or the result of positions({sizes}) of a preset"
@@ -49,7 +49,7 @@ def invalid_positions(value: Any) -> TypeError:
     """Return the error for positions of an invalid type."""
     numbers = (int, float, list, tuple)
     if isinstance(value, list) and value and not any(isinstance(each, numbers) for each in value):
-        found = "a list; for samples of different sizes, pass the result of pad(..) or pack(..)"
+        found = "a list; for samples of different sizes, pass the result of pad(...) or pack(...)"
         found += ", and for q and k, a tuple" if len(value) == 2 else ""
     else:
         found = describe_positions(value)
@@ -109,7 +109,7 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
     ends_right = last == num_tokens if to_the_end else last <= num_tokens
     if first == 0 and ends_right and not (cu_seqlens[1:] < cu_seqlens[:-1]).any():
         return
-    shown = ", ".join(map(str, cu_seqlens[:8].tolist())) + (", .." if len(cu_seqlens) > 8 else "")
+    shown = ", ".join(map(str, cu_seqlens[:8].tolist())) + (", ..." if len(cu_seqlens) > 8 else "")
     raise ValueError(
         f"cu_seqlens: expected non-decreasing offsets from 0 to {'' if to_the_end else 'at most '}{num_tokens} (the "
         f"number of tokens), got [{shown}]; pass 0 followed by the cumulative sum of the lengths"

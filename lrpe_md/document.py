@@ -1,6 +1,6 @@
 """Thin wrappers around :mod:`lrpe_md.functional` with the names and arguments of the LRPE document.
 
-The input x is (B, H, N, D), and ``shape`` is (n_k, .., n_1), slowest axis first. The first ``l`` tokens are condition
+The input x is (B, H, N, D), and ``shape`` is (n_k, ..., n_1), slowest axis first. The first ``l`` tokens are condition
 tokens with Θ = 0. ``*_torch`` runs the reference, and ``*_triton`` runs the kernels. ``*_fwd_triton`` and
 ``*_bwd_triton`` run a single pass without autograd. ``*_cache_*`` stores Θ (H, N, D) in float32, modulo 2π, for the
 backward pass.
@@ -49,7 +49,7 @@ def lrpe_cosine_md(
     """Apply LRPE's cosine map on a grid, from (B, H, l + Π shape, D) to (B, H, l + Π shape, 2D).
 
     Args:
-        theta: frequencies (E,) or (H, E) with K · E ≥ D. Θ is concat(s_1 θ, .., s_k θ)[:D], where s_1 is the position
+        theta: frequencies (E,) or (H, E) with K · E ≥ D. Θ is concat(s_1 θ, ..., s_k θ)[:D], where s_1 is the position
             on the fastest axis, or on the slowest axis with ``axis_order="major_first"``.
         l: number of condition tokens before the grid.
 

@@ -104,11 +104,11 @@ def cosine(
         norm: a :class:`Norm` to apply to q and k in the same pass, x̄ = act(norm(x)). With rotary_dim, it runs in a
             separate pass in float32. Softmax over the sequence does not support a norm.
         out: tensor to write the output to, with any strides, such as ``cache[:, :, n : n + N]`` of a static cache (B,
-            H, L, ..). For q and k, pass a pair, in which None allocates a new tensor. It must not overlap with an
+            H, L, ...). For q and k, pass a pair, in which None allocates a new tensor. It must not overlap with an
             input. Most calls write directly to ``out``. Calls with phase groups, a norm over all heads, non-contiguous
             channels, or rotary_dim in the cosine map copy their result to ``out``, and so do CPU calls and compiled
             code.
-        out_start: index along L at which token 0 is written. ``out`` is then the whole cache (B, H, L, ..). The index
+        out_start: index along L at which token 0 is written. ``out`` is then the whole cache (B, H, L, ...). The index
             is an integer tensor of shape (), (1,) or (B,), which is read on the device, so each replay of a CUDA
             graph can write elsewhere. On a CPU, out-of-range tokens raise IndexError before anything is written (at run
             time in compiled code). On a GPU, these tokens are dropped silently.

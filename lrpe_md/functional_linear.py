@@ -119,7 +119,7 @@ def linear_attention(
         cu_seqlens: boundaries (num_seqs + 1,) of sequences packed end to end in q (1, H, N, D), from 0 to N, as int32
             or int64. Alternatively, pass the result of :func:`lrpe_md.pack` as positions. Sequences don't attend to
             each other, and may be empty. Values are checked on a CPU, but not on a GPU, where reading them would force
-            a synchronisation. There, the kernels clamp boundaries to 0 .. N, and replace a decreasing boundary with the
+            a synchronisation. There, the kernels clamp boundaries to [0, N], and replace a decreasing boundary with the
             largest one before it. Outputs and gradients of tokens outside of all sequences are not written, and may be
             NaN. The reference fails with a device assertion.
         state: sums (S, Σ) over earlier tokens, as returned with ``return_state``. S is (B, H_k, Ê, D_v), where Ê is the

@@ -73,7 +73,7 @@ def angles(
     rotated: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Return Θ (.., H, N, C) for positions (.., N, K), omega (H, C, K), phase (H, C) and grid mask (N,) or (B, N)."""
+    """Return Θ (..., H, N, C) for positions (..., N, K), omega (H, C, K), phase (H, C) and grid mask (N,) or (B, N)."""
     coords, omega = coords.to(dtype), omega.to(dtype)
     theta = torch.zeros((), dtype=dtype, device=omega.device)
     for j in range(omega.shape[-1]):
@@ -86,7 +86,7 @@ def angles(
 def cos_sin(
     theta: Tensor, amplitude: Tensor | None = None, rotated: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return cos Θ and sin Θ (.., H, N, C). For tokens on the grid, multiply both by the amplitude (H or fewer, C)."""
+    """Return cos Θ and sin Θ (..., H, N, C). For tokens on the grid, multiply both by the amplitude (H or fewer, C)."""
     if amplitude is None:
         return theta.cos(), theta.sin()
     gain = amplitude.to(theta.dtype).repeat_interleave(theta.shape[-3] // amplitude.shape[0], dim=0)[:, None, :]
@@ -171,7 +171,7 @@ def normalise(spec: Spec, x: Tensor, scales: Scales = NO_SCALES) -> Tensor:
 
 
 def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: int = 0) -> Tensor:
-    """Apply the cosine map to C channels of x (.., D), beginning at ``start``, and return (.., D + C).
+    """Apply the cosine map to C channels of x (..., D), beginning at ``start``, and return (..., D + C).
 
     The C channels become [x cos Θ, x sin Θ] or, with order "sin_cos", [x sin Θ, x cos Θ].
     """
@@ -198,7 +198,7 @@ def _split_entries(t: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def split_pairs(x: Tensor, pairs: str, sections: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-    """Split x (.., 2C) into the first and second channels of its pairs, a and b (.., C)."""
+    """Split x (..., 2C) into the first and second channels of its pairs, a and b (..., C)."""
     if pairs == "interleaved":
         return x[..., 0::2], x[..., 1::2]
     blocks = x.split([2 * n for n in sections], dim=-1) if pairs == "blocks" else [x]

@@ -81,7 +81,7 @@ class Normalizer(NamedTuple):
     """Definition of the normaliser z."""
 
     feature: Callable[[Features], Tensor]  # z_n is q's feature times the sum of k's features; width 0 if z is 1
-    divide: Callable[[Tensor, Tensor, float], Tensor]  # o from q̂ S (.., N, D_v), z (.., N, 1) and eps
+    divide: Callable[[Tensor, Tensor, float], Tensor]  # o from q̂ S (..., N, D_v), z (..., N, 1) and eps
 
 
 def _divide_encoded(rows: Tensor, z: Tensor, eps: float) -> Tensor:
@@ -179,9 +179,9 @@ def attend(
 class _Terms(NamedTuple):
     """Factors of the products in linear attention."""
 
-    q: Tensor  # q̂ (B, H_q, .., Ê)
-    k: Tensor  # β k̂ (B, H_k, .., Ê)
-    v: Tensor  # (B, H_k, .., D_v)
+    q: Tensor  # q̂ (B, H_q, ..., Ê)
+    k: Tensor  # β k̂ (B, H_k, ..., Ê)
+    v: Tensor  # (B, H_k, ..., D_v)
     z_q: Tensor  # q's feature for z
     z_k: Tensor  # β times k's feature for z
 
@@ -255,17 +255,17 @@ Rows = tuple[Tensor, Tensor, _State]  # q̂ S, z, and the state after the last t
 
 
 def _sum_keys(terms: _Terms, operands: torch.dtype | None) -> _State:
-    """Return the state of tokens (.., N, ·), summed over N."""
+    """Return the state of tokens (..., N, ·), summed over N."""
     return _State(product(terms.k.mT, terms.v, operands), terms.z_k.sum(-2))
 
 
 def _share(t: Tensor, heads: int) -> Tensor:
-    """Repeat the key heads of t (B, H_k, ..) to match the query heads."""
+    """Repeat the key heads of t (B, H_k, ...) to match the query heads."""
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
 def _read_state(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Return q̂ S and z = z_q · Σ of queries (.., N, ·), where all N tokens read the same state."""
+    """Return q̂ S and z = z_q · Σ of queries (..., N, ·), where all N tokens read the same state."""
     heads = terms.q.shape[1]
     rows = product(terms.q, _share(state.products, heads), operands)
     return rows, (terms.z_q * _share(state.features, heads)[..., None, :]).sum(-1, keepdim=True)
@@ -308,7 +308,7 @@ def _attend_causal(
 
 
 def _accumulate(before: _State, parts: _State) -> _State:
-    """Return the states (B, H, C + 1, ..) before each part and after the last one, given parts (B, H, C, ..)."""
+    """Return the states (B, H, C + 1, ...) before each part and after the last one, given parts (B, H, C, ...)."""
 
     def sums(first: Tensor, each: Tensor) -> Tensor:
         first = first.unsqueeze(2)
@@ -350,7 +350,7 @@ def _within_chunks(
 
 
 def _share_decay(t: Tensor, heads: int) -> Tensor:
-    """Repeat the decays of key heads to match the query heads, unless all heads share one decay (B, 1, ..)."""
+    """Repeat the decays of key heads to match the query heads, unless all heads share one decay (B, 1, ...)."""
     return t if t.shape[1] == 1 else _share(t, heads)
 
 
@@ -426,7 +426,7 @@ def _attend_forgetting(
 
 
 def _join_states(states: Sequence[_State]) -> _State:
-    """Concatenate states (B, H, blocks, ..) of successive blocks."""
+    """Concatenate states (B, H, blocks, ...) of successive blocks."""
     return _State(*(torch.cat(ts, dim=2) for ts in zip(*states, strict=True)))
 
 
@@ -545,17 +545,17 @@ def _scale_rows(t: Tensor, factors: Tensor) -> Tensor:
 
 
 def _by_chunk(t: Tensor, sequence: Tensor) -> Tensor:
-    """Convert states of sequences (num_seqs, H, ..) to states of their chunks (1, H, C, ..)."""
+    """Convert states of sequences (num_seqs, H, ...) to states of their chunks (1, H, C, ...)."""
     return t.index_select(0, sequence).transpose(0, 1)[None]
 
 
 def _add_parts(total: Tensor, parts: Tensor, sequence: Tensor) -> Tensor:
-    """Add the parts (1, H, C, ..) of each sequence to the sequence's total (num_seqs, H, ..)."""
+    """Add the parts (1, H, C, ...) of each sequence to the sequence's total (num_seqs, H, ...)."""
     return total.index_add(0, sequence, parts[0].transpose(0, 1))
 
 
 def _sum_before(parts: Tensor, sequence: Tensor) -> Tensor:
-    """Return, for each part, the sum (1, H, C, ..) of all earlier parts of its sequence.
+    """Return, for each part, the sum (1, H, C, ...) of all earlier parts of its sequence.
 
     The sums are not computed as differences of larger sums, because this would lose precision.
     """

@@ -3,8 +3,8 @@
     S_f = g_f (I − A_f) S_{f−1} + B_f        A_f = Σ_{m∈f} β_m k̂_m k̂_mᵀ        B_f = Σ_{m∈f} β_m k̂_m v_mᵀ
 
 Block f contains the tokens m. With rule "add", A is 0. The normaliser's sums follow the same rule, with their own A. B
-is the batch size, H the number of key heads, and F the number of blocks. A state is (B, H, ..), and a series of states
-is (B, H, F, ..).
+is the batch size, H the number of key heads, and F the number of blocks. A state is (B, H, ...), and a series of states
+is (B, H, F, ...).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def lay_out_decay(decay: Tensor | None, num_blocks: int, like: Tensor) -> Tensor
 
 
 def multiply_decay(log_decay: Tensor) -> Tensor:
-    """Return the weights (.., F + 1, F + 1) of block j in the state after block i, given log g (.., F).
+    """Return the weights (..., F + 1, F + 1) of block j in the state after block i, given log g (..., F).
 
     The weight is the product of g over blocks j + 1 to i, and block 0 is the initial state. Each product has its own
     sum of logarithms, because a difference of two cumulative sums would lose precision if the decay is strong.
@@ -39,9 +39,9 @@ def multiply_decay(log_decay: Tensor) -> Tensor:
 
 
 def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
-    """Return the states (B, H, F + 1, ..) before each block and after the last one, for rule "add".
+    """Return the states (B, H, F + 1, ...) before each block and after the last one, for rule "add".
 
-    ``before`` has shape (B, H, ..), and ``parts`` has shape (B, H, F, ..). ``weights`` come from
+    ``before`` has shape (B, H, ...), and ``parts`` has shape (B, H, F, ...). ``weights`` come from
     :func:`multiply_decay`.
     """
     series = torch.cat([before.unsqueeze(2), parts], dim=2)
@@ -50,7 +50,7 @@ def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: Tensor) -> Tensor:
-    """Return the states (B, H, F + 1, ..) before each block and after the last one, for rule "delta".
+    """Return the states (B, H, F + 1, ...) before each block and after the last one, for rule "delta".
 
     ``transitions`` contains A (B, H, F, E, E), and ``decay`` has shape (B or 1, H or 1, F).
     """
@@ -65,7 +65,7 @@ def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: 
 
 
 def sum_after(values: Tensor, sequence: Tensor) -> Tensor:
-    """For each chunk, sum values (.., C) over the later chunks with the same sequence number in ``sequence`` (C,)."""
+    """For each chunk, sum values (..., C) over the later chunks with the same sequence number in ``sequence`` (C,)."""
     index = torch.arange(len(sequence), device=sequence.device)
     chosen = (index > index[:, None]) & (sequence == sequence[:, None])
     return torch.where(chosen, values[..., None, :], 0).sum(-1)

@@ -82,7 +82,7 @@ def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor:
-    """Multiply a (.., M, K) and b (.., K, N) in their own dtype, regardless of autocast and TF32.
+    """Multiply a (..., M, K) and b (..., K, N) in their own dtype, regardless of autocast and TF32.
 
     If ``operands`` is set, both factors are first rounded to this dtype, also in the derivatives. Gradients pass
     through the rounding unchanged.

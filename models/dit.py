@@ -5,7 +5,8 @@
 
 Text takes part in the self-attention of patches, or patches attend to text with cross-attention. Blocks are conditioned
 on time and pooled text through adaLN-zero (DiT, arXiv 2212.09748). Image size and text length may change from call to
-call. The options can reproduce the blocks of published models, and ``DiT.from_name("XL/2", ..)`` uses a published size.
+call. The options can reproduce the blocks of published models, and ``DiT.from_name("XL/2", ...)`` uses a published
+size.
 
 Forward-mode differentiation (``torch.func.jvp``, dual numbers) works with respect to all inputs. In this mode,
 encodings run the reference, and attention runs PyTorch's plain implementation, because fused kernels don't support this
@@ -150,7 +151,7 @@ class DiT(nn.Module):
             Pass one value, or a sequence that repeats over the blocks.
         reg_tokens: number of register tokens. They are not rotated.
         encoding, encoding_kwargs: encoding of q and k; see :func:`lrpe_md.integrations.encoding.build_encoding`. A
-            preset (flux1, wan, qwen_image, ..) also defines the positions of text and image.
+            preset (flux1, wan, qwen_image, ...) also defines the positions of text and image.
         absolute: absolute position embedding to add to the patches, "none", "sincos", or "sincos_dit" (with the channel
             order that DiT's and PixArt's weights expect).
         attention, normalizer: "softmax" or "linear"; see :func:`lrpe_md.linear_attention`. Pass one value, or a

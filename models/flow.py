@@ -5,7 +5,7 @@ et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``
 ``prediction="noise"``, they predict ε, and with ``prediction="sample"``, they predict x. The default is the attribute
 ``model.prediction``. Models without this attribute predict v.
 
-B is the batch size. The shape of x, z and ε is (B, C, ..), and the shape of t is (B,).
+B is the batch size. The shape of x, z and ε is (B, C, ...), and the shape of t is (B,).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def flow_matching_loss(
     """Return the mean squared error (B,) of the model's prediction for each sample, in at least float32.
 
     Args:
-        x: images (B, C, ..).
+        x: images (B, C, ...).
         text: the model's text input.
         t: times (B,), from 0 (image) to 1 (noise).
         noise: noise ε, with x's shape.
@@ -263,7 +263,7 @@ def sample(
     shift: float = 1.0,
     prediction: Prediction | None = None,
 ) -> Tensor:
-    """Sample images from noise (B, C, ..). Any size that the model's patch size divides is possible.
+    """Sample images from noise (B, C, ...). Any size that the model's patch size divides is possible.
 
     :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift,
     :func:`integrate` documents method, and :func:`flow_matching_loss` documents the default of ``prediction``. The

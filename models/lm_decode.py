@@ -176,7 +176,7 @@ def check_sampling(temperature: float, top_p: float) -> None:
 def sample(
     logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Sample tokens (..) from softmax(logits / temperature) without a synchronisation. Logits are (.., vocab_size).
+    """Sample tokens (...) from softmax(logits / temperature) without a synchronisation. Logits are (..., vocab_size).
 
     Args:
         temperature: number to divide the logits by. With 0, the most likely token is always chosen.

@@ -139,8 +139,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         memory: a :class:`lrpe_md.Memory` to define how linear layers forget other frames. This requires joint
             attention. Use directions="forward" with causal="frames", and "both" for other models. Class and register
             tokens are added to the state before the first frame, so they also decay.
-        space_time: with "joint", every token attends to all tokens. With "factorised", blocks 0, 2, .. attend within
-            each frame, and blocks 1, 3, .. attend along time at each location (Latte, arXiv 2401.03048, variant 1).
+        space_time: with "joint", every token attends to all tokens. With "factorised", blocks 0, 2, ... attend within
+            each frame, and blocks 1, 3, ... attend along time at each location (Latte, arXiv 2401.03048, variant 1).
             Each frame or location then gets its own copy of the prefix tokens, and the copies are averaged afterwards
             (TimeSformer, arXiv 2102.05095).
         causal: with "frames", tokens attend to their own and earlier frames, and prefix tokens only attend to the
@@ -508,7 +508,8 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     its image, except that prefix tokens have less weight among more tokens. With factorised attention, every second
     block attends along time, so features differ. A position table is dropped if the model has none. Frequencies that
     are missing from the weights stay as they are in the model. So does the head if the number of classes differs. If
-    the model averages tokens, the final norm of a model with a class token follows the average.
+    ``model`` averages tokens and the weights come from a model with a class token, the model applies their final
+    norm to the average.
 
     A learned table must have the same height and width in both models. If it doesn't, call timm's
     ``image.set_input_size(img_size)`` first, which resamples the table.

@@ -29,7 +29,7 @@ def with_positions(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def rename_final_norm(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Rename the final norm for a model that averages tokens, where the norm follows the average."""
+    """Rename the final norm for a model that averages tokens, which applies this norm to the average."""
     renamed, own = dict(state_dict), model.state_dict().keys()
     for name in ("weight", "bias"):
         if f"fc_norm.{name}" in own and f"norm.{name}" in renamed:

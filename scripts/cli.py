@@ -1,4 +1,4 @@
-"""The console command ``lrpe-md PROGRAM ..``. Each program has its own options.
+"""The console command ``lrpe-md PROGRAM ...``. Each program has its own options.
 
 Only the requested program is imported. If a package that it needs is missing, the error says what to install.
 """
@@ -162,7 +162,7 @@ def run_info(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``lrpe-md PROGRAM ..``. By default, the arguments come from the command line."""
+    """Run ``lrpe-md PROGRAM ...``. By default, the arguments come from the command line."""
     others, modules = import_modules(sys.argv[1:] if arguments is None else arguments)
     name, *rest = others or ["--help"]
     if name in PROGRAMS:

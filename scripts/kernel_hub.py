@@ -6,7 +6,7 @@ This writes a kernel-builder project and its build:
 
     build.toml, flake.nix, CARD.md   kernel-builder's configuration and the model card
     torch-ext/lrpe_md/               the library, with relative imports only
-    build/torch-cuda/, ..            one variant per backend: the library, its own _ops.py, and metadata.json
+    build/torch-cuda/, ...           one variant per backend: the library, its own _ops.py, and metadata.json
 
 Each variant registers its operators in a namespace that contains a hash of the variant's content. A kernel can
 therefore run next to an installed lrpe_md and to other versions of the kernel. Adapters, models and programs are left
@@ -112,7 +112,7 @@ def close_package(source: str) -> str:
     without = re.sub(r"^_INTEGRATIONS = .*$", "_INTEGRATIONS = ()", source, count=1, flags=re.MULTILINE)
     without = re.sub(r"^    from \.integrations import .*\n", "", without, flags=re.MULTILINE)
     if without == source:
-        raise KernelError("__init__.py: expected a line _INTEGRATIONS = .., which lists the adapters to leave out")
+        raise KernelError("__init__.py: expected a line _INTEGRATIONS = ..., which lists the adapters to leave out")
     return without
 
 
@@ -141,7 +141,7 @@ def read_version(sources: dict[str, str]) -> int:
     """Return the library's major version, which is also the kernel's version."""
     found = re.search(r'^__version__ = "(\d+)\.', sources["__init__.py"], flags=re.MULTILINE)
     if not found:
-        raise KernelError('__init__.py: expected a line __version__ = "..", found none')
+        raise KernelError('__init__.py: expected a line __version__ = "...", found none')
     return int(found[1])
 
 

@@ -129,7 +129,7 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     if left and remainder is None:
         raise ValueError(
             f"num_channels: expected a multiple of {total} for shares {' : '.join(map(str, shares))}, got "
-            f"{num_channels} channels or pairs; alternatively, pass the axis that gets the rest, as in Axial(.., "
+            f"{num_channels} channels or pairs; alternatively, pass the axis that gets the rest, as in Axial(..., "
             "remainder=0)"
         )
     if remainder is not None:
@@ -187,7 +187,7 @@ def axial_omega(
 ) -> Tensor:
     """Build omega from the series theta by assigning one axis to each channel.
 
-    By default, each axis gets one block of channels: Θ = concat(s_1 θ, .., s_k θ)[:C].
+    By default, each axis gets one block of channels: Θ = concat(s_1 θ, ..., s_k θ)[:C].
 
     Args:
         theta: tensor (E,) or (H, E) for all axes, or one tensor per axis, slowest axis first like ``Grid.shape``.
@@ -208,8 +208,8 @@ def axial_omega(
             - ``"head"``: each head uses a single axis for all its channels (MHRoPE).
             - groups of axis numbers (0 is the slowest axis): a single series runs over all channels, with one group
               after the other. Within a group, the axes alternate until each has filled its section. ``((1, 2), (0,))``
-              means h w h w .. and then t (ERNIE-4.5-VL, VideoRoPE). ``((0, 0, 1, 2, 1, 2, 1, 2),)`` repeats t t h w h w
-              h w (MM-RoPE).
+              means h w h w ... and then t (ERNIE-4.5-VL, VideoRoPE). ``((0, 0, 1, 2, 1, 2, 1, 2),)`` repeats t t h w h
+              w h w (MM-RoPE).
         sections: number of channels per axis, slowest axis first, or number of heads for ``"head"``. Channels beyond
             the sum of the sections are not rotated. By default, ``"block"`` uses all of theta for each axis and stops
             at C channels. The other maps use equal sections by default, and the first axis gets the remainder.

@@ -137,7 +137,7 @@ def rope_frequencies(
 
         theta, amplitude = rope_frequencies(config.rope_parameters, head_dim, config.max_position_embeddings)
         rope = Rotate1d(head_dim, theta=theta, amplitude=amplitude, rotary_dim=2 * len(theta))
-        rope.set_frequencies(*rope_frequencies({"rope_type": "yarn", "factor": 8.0, ..}, head_dim, ..))
+        rope.set_frequencies(*rope_frequencies({"rope_type": "yarn", "factor": 8.0, ...}, head_dim, ...))
 
     Args:
         rope_parameters: ``rope_type`` (or ``type``) "default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3"
@@ -154,7 +154,7 @@ def rope_frequencies(
         seq_len: current length, for "dynamic" and "longrope". By default, "dynamic" uses the maximum length, and
             "longrope" uses the short factors.
         base: base to use if ``rope_parameters`` has no ``rope_theta``. Older configs store rope_theta outside the dict;
-            for these, pass ``rope_frequencies(config.rope_scaling, .., base=config.rope_theta)``.
+            for these, pass ``rope_frequencies(config.rope_scaling, ..., base=config.rope_theta)``.
 
     Returns:
         theta (R/2,) on the CPU, computed in float64, and the amplitude, which multiplies the rotated channels of q and

@@ -116,7 +116,7 @@ def softmax_attention(
 
 
 def attend_softmax(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Compute softmax attention of q, k, v (B, H, N, ..) with a timm attention's settings (fused, dropout)."""
+    """Compute softmax attention of q, k, v (B, H, N, ...) with a timm attention's settings (fused, dropout)."""
     if attn.fused_attn:
         dropout_p = attn.attn_drop.p if attn.training else 0.0
         return softmax_attention(

@@ -216,10 +216,11 @@ class _ModelForward(_Forward):
             finally:
                 local.running, local.current = before
         if not own.is_used:
+            others = f" and {len(own.attentions) - 1} more" * (len(own.attentions) > 1)
             raise RuntimeError(
                 f"modules: expected attention modules that {type(self.module).__name__}.forward calls, got "
-                f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, which it didn't call. "
-                "Select the modules whose own forward calls scaled_dot_product_attention"
+                f"{own.attentions[0].path or 'the model'}{others}, which it didn't call. Select the "
+                "modules whose own forward calls scaled_dot_product_attention"
             )
         return output
 
@@ -611,6 +612,6 @@ def _read_heads(path: str, module: nn.Module, head_dim: int | None, num_heads: i
             return size, heads
     raise ValueError(
         f"head_dim, num_heads: expected both as arguments or as attributes of {path}, got head_dim={head_dim} and "
-        f"num_heads={num_heads} as arguments. Pass what the module lacks, as in adapt_attention(.., head_dim=64, "
+        f"num_heads={num_heads} as arguments. Pass what the module lacks, as in adapt_attention(..., head_dim=64, "
         "num_heads=12)"
     )

@@ -42,7 +42,7 @@ class Lookups(NamedTuple):
     """Names that a code object looks up.
 
     Args:
-        chains: (kind, variable, attribute, ..) for each chain, such as ``self.rope.rotate``, and for all its prefixes.
+        chains: (kind, variable, attribute, ...) for each chain, such as ``self.rope.rotate``, and for all its prefixes.
             The kind is "global", "local", or "cell" for a variable of an enclosing function.
         imports: (relative level and module, name) of imports at run time, such as ``("2:embeddings", "apply")``.
         others: attribute names that are looked up on anything else.

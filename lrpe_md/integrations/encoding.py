@@ -114,7 +114,9 @@ def build_encoding(
         return Activation(**kwargs) if kwargs.get("act", "none") != "none" else None
     if isinstance(encoding, nn.Module):
         if kwargs:
-            raise ValueError(f"encoding_kwargs: can't be used with a module as encoding, got {kwargs}{_advise(kwargs)}")
+            raise ValueError(
+                f"encoding_kwargs: expected no options with a module as the encoding, got {kwargs}{_advise(kwargs)}"
+            )
         return encoding
     kwargs = dict(kwargs)
     sharing: Sharing | None = kwargs.pop("sharing", None)
@@ -380,7 +382,7 @@ class EncodingStack:
         if idle == 1:
             raise ValueError(message)
         if idle:
-            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=4)
+            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ...}}", stacklevel=4)
 
     def lay_out(
         self,

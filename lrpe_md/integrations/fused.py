@@ -172,7 +172,7 @@ vars(_TORCH).update(cat=_cat, __getattr__=partial(getattr, torch))
 
 def _fuse_timm(impl: Impl) -> tuple[Method, Method]:
     def rotate_one(x: Tensor, emb: Tensor, half: bool = False) -> Tensor:
-        """Rotate x (B, H, N, D). Prefix tokens have no row in emb (.., N, 2 D)."""
+        """Rotate x (B, H, N, D). Prefix tokens have no row in emb (..., N, 2 D)."""
         sin, cos = (t[None] if t.ndim == 3 else t for t in emb.chunk(2, -1))
         prefix = x.shape[2] - cos.shape[-2]
         return rotate(x, tables=(cos, sin), pairs="half" if half else "interleaved", prefix=prefix, impl=impl)

@@ -169,9 +169,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         if not changes:
             reasons = "; ".join(f"rejected {name}, which {reason}" for name, reason in refused.items())
             raise TypeError(
-                "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding, "
-                "use lrpe_md.adapt for timm's ViT, or lrpe_md.adapt_attention for other models), got "
-                f"{type(model).__module__}.{type(model).__qualname__}; {reasons or 'found no such function'}"
+                "model: expected a model that calls a function to rotate q and k by cos and sin, got "
+                f"{type(model).__module__}.{type(model).__qualname__}; {reasons or 'found no such function'}. To add "
+                "an encoding, use lrpe_md.adapt for timm's ViT, or lrpe_md.adapt_attention for other models"
             )
         for path, (cls, attributes) in changes.items():
             part = found[path]

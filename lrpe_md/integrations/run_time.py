@@ -63,7 +63,7 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
 
 @torch.no_grad()
 def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
-    """Prepare the changes of :func:`set_scaling`, so that ``prepare_scaling(..).apply()`` in a loop costs one launch.
+    """Prepare the changes of :func:`set_scaling`, so that ``prepare_scaling(...).apply()`` in a loop costs one launch.
 
     The result depends on the current frequencies and device, so call this again after an optimizer step or ``.to``.
 

@@ -92,7 +92,7 @@ class Formula(NamedTuple):
         return all(t.shape[-1] == 2 * a.shape[-1] and (t - self.expand(a, t)).abs().max() < bound for t, a in pairs)
 
     def expand(self, t: Tensor, like: Tensor) -> Tensor:
-        """Expand (N, C) to the shape of a table, (.., 2 C)."""
+        """Expand (N, C) to the shape of a table, (..., 2 C)."""
         t = t.repeat_interleave(2, -1) if self.order == "interleaved" else torch.cat([t, t], -1)
         return t.reshape(*like.shape[:-1], t.shape[-1])
 

@@ -551,7 +551,7 @@ def _without_table(state_dict: Mapping[str, Any], model: nn.Module) -> Any:
     if getattr(model, "pos_embed", None) is None and fitted.pop("pos_embed", None) is not None:
         warnings.warn(
             "state_dict: dropped pos_embed, because the model has no position table. To get one, build the model with "
-            "absolute='learned', or call adapt(.., absolute='keep')",
+            "absolute='learned', or call adapt(..., absolute='keep')",
             stacklevel=3,
         )
     return fitted

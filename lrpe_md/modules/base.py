@@ -644,7 +644,7 @@ class SeriesModule(FrequencyModule):
             widths = cut_blocks([math.ceil(num_channels / num_axes)] * num_axes, num_channels, num_axes)
             widths = widths if axis_order == "major_first" else widths[::-1]
             map_ = ', map="cosine"' if self.map == "cosine" else ""  # a scheme rotates by default
-            remedy = f"PresetMd(Scheme(.., Axial(split){map_})), or with split= in the encoding_kwargs of a model"
+            remedy = f"PresetMd(Scheme(..., Axial(split){map_})), or with split= in the encoding_kwargs of a model"
             warn_of_idle_axes(widths, stacklevel=4, remedy=remedy)
         elif self.learnable and self.phase is None and self.shapes["omega"][0] < num_heads:
             warn_of_shared_heads(num_heads, "this function", "return omega (num_heads, channels, K)", stacklevel=3)

@@ -41,7 +41,7 @@ class CosineMd(SeriesModule):
             axis_order are ignored.
         num_heads: number of key heads, or 1 to share the frequencies among all heads.
         learnable: if True, learn the logarithm of theta (axial) or omega (others). "raw" learns theta itself. Axial
-            frequencies share a single theta for all axes. To learn each axis separately, use ``PresetMd(Scheme(..,
+            frequencies share a single theta for all axes. To learn each axis separately, use ``PresetMd(Scheme(...,
             Axial((1, 1)), map="cosine"), learnable=True)``, or omit ``map`` to rotate. If False, the frequencies are a
             fixed buffer.
         axis_order: which axis gets the first block of channels; see :func:`lrpe_md.axial_omega`. :class:`RotateMd`
@@ -420,7 +420,7 @@ class PresetMd(FrequencyModule):
 
     def _axes_advice(self, positions: Any, found: int) -> str:
         if not isinstance(positions, Grid):
-            return f"; pass coordinates on {plural(self.num_axes, 'axis')}, or module.positions(..)"
+            return f"; pass coordinates on {plural(self.num_axes, 'axis')}, or module.positions(...)"
         try:
             self.preset.positions(positions.shape)
         except (TypeError, ValueError):  # the scheme has no rule for this shape

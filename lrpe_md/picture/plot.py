@@ -73,7 +73,7 @@ def show(
 
     Returns:
         the figure, a matplotlib Figure. The figure is not registered with pyplot, so ``plt.show()`` doesn't show it. A
-        notebook shows the figure if it is the last value of a cell, and ``figure.savefig(file, dpi=..)`` saves it at
+        notebook shows the figure if it is the last value of a cell, and ``figure.savefig(file, dpi=...)`` saves it at
         any resolution.
 
     Raises:

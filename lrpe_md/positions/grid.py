@@ -41,7 +41,7 @@ __all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positio
 class Grid(Rules):
     """Positions of tokens in row-major order on a grid, optionally with unrotated tokens before and after them.
 
-    A token with the integer coordinates (i_1, .., i_k) has the position ``s_j = scale_j * (i_j + origin_j) + shift_j``.
+    A token with integer coordinates (i_1, ..., i_k) has the position ``s_j = scale_j * (i_j + origin_j) + shift_j``.
     The last coordinate changes fastest from token to token. Prefix tokens (such as class, register and condition
     tokens) and suffix tokens have angle zero and no phase.
 
@@ -162,7 +162,7 @@ class Grid(Rules):
         return known and not (self.scale is None and self.shift is None)
 
     def _placed(self, index: Tensor) -> Tensor:
-        """Return float64 positions of integer coordinates (.., K).
+        """Return float64 positions of integer coordinates (..., K).
 
         If scale and shift are the fractions p / n and r / n up to rounding, as after :meth:`interpolate`, the position
         is computed as (p i + r) / n, with a single rounding. Positions that should be integers are then exact, as
@@ -299,7 +299,7 @@ class Grid(Rules):
         return self._as_table(torch.stack(columns, dim=-1), rotated)
 
     def _as_table(self, coords: Tensor, rotated: Tensor) -> Coordinates:
-        """Make a table from this shard's positions (.., N, K). For the whole sequence, keep prefix and suffix."""
+        """Make a table from this shard's positions (..., N, K). For the whole sequence, keep prefix and suffix."""
         if self.whole:
             on_grid = slice(self.prefix, self.prefix + self.num_grid_tokens)
             return Coordinates(coords[..., on_grid, :], self.prefix, self.suffix)
@@ -422,7 +422,7 @@ def grid_coordinates(
 
 
 def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Convert flat indices to coordinates (.., K) in row-major order."""
+    """Convert flat indices to coordinates (..., K) in row-major order."""
     columns = []
     for size in reversed(sizes):
         rest = index // max(size, 1)
@@ -476,7 +476,7 @@ def _check_origin(origin: Any, num_axes: int) -> None:
     if not isinstance(origin, Tensor):
         raise TypeError(
             f"origin: expected an integer tensor of shape (K,) or (B, K), got {type(origin).__name__}; pass "
-            f"torch.tensor([..], device=x.device) with {plural(num_axes, 'integer')}"
+            f"torch.tensor([...], device=x.device) with {plural(num_axes, 'integer')}"
         )
     check_dense("origin", origin, "(K,) or (B, K)")
     if origin.dtype not in (torch.int32, torch.int64):

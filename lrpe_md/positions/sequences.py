@@ -202,7 +202,7 @@ def compose(
 
 
 def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | None = None) -> Packed:
-    """Concatenate the layouts of several samples, to encode x (N, H, D) or (1, H, N, D) with N = N_1 + .. + N_B.
+    """Concatenate the layouts of several samples, to encode x (N, H, D) or (1, H, N, D) with N = N_1 + ... + N_B.
 
     Softmax attention must also keep the samples apart, for example with the result's cu_seqlens in flash-attn. Linear
     attention does this itself, and only accepts (1, H, N, D).
@@ -374,7 +374,7 @@ def _check_segments(segments: Sequence[Segment], num_axes: int | None) -> tuple[
 def _check_part(name: str, part: Grid | Coordinates, num_axes: int | None, i: int) -> int:
     """Check that part ``i`` has positions (N, K) that don't depend on an origin, and return its number of axes."""
     if isinstance(part, Grid) and part.origin is not None:
-        raise ValueError(f"{name}: expected positions without an origin tensor, got a Grid with one at index {i}")
+        raise ValueError(f"{name}: expected positions without an origin tensor, got an origin in the Grid at index {i}")
     if isinstance(part, Coordinates) and part.coords.ndim != 2:
         raise ValueError(f"{name}: expected coords of shape (N, K), got {tuple(part.coords.shape)} at index {i}")
     if num_axes not in (None, part.num_axes):

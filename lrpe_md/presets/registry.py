@@ -105,8 +105,8 @@ SCHEMES: dict[str, Scheme] = {
     "qwen3_vl": Scheme(
         """Interleaved M-RoPE of Qwen3-VL (arXiv 2511.21631; transformers ``Qwen3VLTextRotaryEmbedding``).
 
-        The pairs of one series are assigned in turn, t h w t h w .., and the remaining pairs go to t. Of 64 pairs, t, h
-        and w get 24, 20 and 20. The rest is like ``qwen2_vl``, except that each frame is a separate grid, preceded by
+        The pairs of one series are assigned in turn, t h w t h w ..., and the remaining pairs go to t. Of 64 pairs, t,
+        h and w get 24, 20 and 20. The rest is like ``qwen2_vl``, except that each frame is a separate grid, preceded by
         its timestamp as text.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),

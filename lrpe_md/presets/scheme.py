@@ -248,7 +248,7 @@ class Scheme:
             requires ``num_heads``.
         grid: function (shape, **options) → positions of an image or a video. Its parameters define the options.
         row_major: whether tokens are in row-major order. If False, the grid function returns a table in its own order.
-        reference: default value of ``positions(.., reference=..)``.
+        reference: default value of ``positions(..., reference=...)``.
         tokens: placement of tokens outside of the grids. The length in ``tokens`` is ignored, because you pass the
             number of tokens to ``positions``. None means that such tokens are not supported.
         tokens_start: function from the shapes of the grids to the position of the first token. None means the running
@@ -300,16 +300,22 @@ class Scheme:
         check_fields(self)
         check_at_least(1, head_dim=self.head_dim, num_heads=self.num_heads)
         if self.map == "cosine" and self.pairs != "interleaved":
-            raise ValueError(f"pairs: can't be set with map='cosine', which has no pairs, got {self.pairs!r}")
+            raise ValueError(
+                f"pairs: expected 'interleaved' (the default) with map='cosine', which has no pairs, got {self.pairs!r}"
+            )
         if self.map == "rotate" and self.order != "cos_sin":
-            raise ValueError(f"order: can't be set with map='rotate', which has no halves, got {self.order!r}")
+            raise ValueError(
+                f"order: expected 'cos_sin' (the default) with map='rotate', which has no halves, got {self.order!r}"
+            )
         self._check_positions()
         if self.rotary is not None and not 0 <= self.rotary[0] < self.rotary[1] <= 1:
             raise ValueError(f"rotary: expected the start and end of a range within [0, 1], got {self.rotary}")
         if self.pairs == "blocks" and isinstance(self.frequencies, Dense):
-            raise ValueError("pairs: expected 'half' or 'interleaved' with a Dense, which has no blocks, got 'blocks'")
+            raise ValueError("pairs: expected 'half' or 'interleaved' with Dense, which has no blocks, got 'blocks'")
         if self.after is None and (self.advance is not None or self.whole):
-            raise ValueError(f"advance, whole: expected None and False without after, got {self.advance}, {self.whole}")
+            raise ValueError(
+                f"advance, whole: expected None and False unless after is set, got {self.advance}, {self.whole}"
+            )
 
     def _check_positions(self) -> None:
         num_axes = self.frequencies.num_axes
@@ -321,7 +327,10 @@ class Scheme:
         if self.tokens is not None and self.tokens.rule == "axis":
             check_axis_numbers(num_axes, **{"tokens.axis": (self.tokens.axis,)})
         if self.tokens is None and (self.tokens_start is not None or self.tokens_first):
-            raise ValueError("tokens_start, tokens_first: expected None and False without tokens")
+            raise ValueError(
+                "tokens_start, tokens_first: expected None and False unless tokens is set, got "
+                f"{self.tokens_start}, {self.tokens_first}"
+            )
         if self.phase_range is not None and not self.phase_range[0] < self.phase_range[1]:
             raise ValueError(f"phase_range: expected a lower and an upper bound, got {self.phase_range}")
         if self.augment:

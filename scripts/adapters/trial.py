@@ -208,7 +208,7 @@ def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 def _describe_error(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text.partition("; ")[2] or text or type(error).__name__
+    return text.partition("; ")[2].partition(". To add an encoding, ")[0] or text or type(error).__name__
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

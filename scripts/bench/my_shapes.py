@@ -358,7 +358,7 @@ def main(
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
     out: Annotated[
         Path | None,
-        typer.Option(help="Output CSV; the plot is saved next to it. (default: my-shapes.csv, my-shapes-2.csv, ..)"),
+        typer.Option(help="Output CSV; the plot is saved next to it. (default: my-shapes.csv, my-shapes-2.csv, ...)"),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,

@@ -155,7 +155,7 @@ def torch_tables(inputs: Inputs) -> Forward:
 
 
 def by_tensor(inputs: Inputs, *ts: Tensor) -> list[tuple[Tensor, ...]]:
-    """Repeat tables (H, ..), each shared by a group of heads, so that each head of q and of k has its own table."""
+    """Repeat tables (H, ...), each shared by a group of heads, so that each head of q and of k has its own table."""
     num = [h if inputs.case.omega_heads > 1 else 1 for h in inputs.case.heads]
     return [tuple(t if len(t) == n else t.repeat_interleave(n // len(t), 0) for t in ts) for n in num]
 

@@ -155,7 +155,7 @@ def changes(file: Path) -> str:
 
 
 def group_names(names: list[str]) -> list[list[str]]:
-    """Group names into one row per first letter or, for timm's vit_base_patch16_.., one row per model size."""
+    """Group names into one row per first letter or, for timm's vit_base_patch16_..., one row per model size."""
     rows: dict[str, list[str]] = {}
     for name in sorted(names, key=str.lower):
         group = "_".join(name.split("_")[:2]) if "_patch" in name else name[0].upper()

@@ -18,7 +18,7 @@ vit_s (timm's ViTs) and video (a layer of a video transformer) have these encodi
     learned              timm's ViT as it is, with its absolute table                           (compared with none)
     axial, mixed, cosine that ViT with `models.vit.adapt`: rotate on a fixed axial omega, rotate on an omega learned
                          for each layer and head, and the cosine map                            (compared with none)
-    axial-again, ..      the same three in ViTs with `keep_encoded=False`                      (compared with none)
+    axial-again, ...     the same three in ViTs with `keep_encoded=False`                      (compared with none)
     timm-none            timm's RoPE-ViT without its rope: an Eva ViT with LayerScale           (compared with none)
     timm-axial           timm's RoPE-ViT; in the video layer `apply_rot_embed_cat` with a table
                          for each token                             (compared with timm-none; in the layer with none)
@@ -36,7 +36,7 @@ timm models with random bfloat16 weights, published widths and few layers. The v
 The command appends a row to the CSV for each model, mode and encoding. The row contains:
 
     tokens               patches of a step
-    ms_p.., ratio_p..    quantiles of the step time, and of its ratio to the baseline
+    ms_p*, ratio_p*      quantiles of the step time, and of its ratio to the baseline
     peak_gib             peak memory of a step, excluding the other models
     host_ms              host time to issue a step; less than the GPU time if the GPU is the bottleneck
     attention            PyTorch's attention kernel

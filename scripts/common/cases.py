@@ -298,7 +298,7 @@ def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
 def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Tensor]:
     """Run a forward and a backward pass, and return the outputs and gradients by name.
 
-    The names are y0 (and y1), dx0 (and dx1), domega and dphase, and dweight0, .. for a norm.
+    The names are y0 (and y1), dx0 (and dx1), domega and dphase, and dweight0, ... for a norm.
     """
     frequencies = frequencies and not inputs.tables
     xs = [x.detach().requires_grad_() for x in inputs.xs]
@@ -617,7 +617,7 @@ def run_linear(
     """Run linear attention forward and backward, and return the outputs and gradients by name.
 
     The names are o, dq, dk and dv, then dgate (for a float gate), ddecay, domega and dphase. For states, there are also
-    S, sums, dS and dsums. For a norm, there are also dweight0, ..
+    S, sums, dS and dsums. For a norm, there are also dweight0, ...
     """
     names = ("S", "sums")
     qkv = [t.detach().requires_grad_() for t in inputs.qkv]

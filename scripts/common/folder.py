@@ -125,7 +125,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def unused_path(path: Path) -> Path:
-    """Return the first path of NAME.png, NAME-2.png, NAME-3.png, .. that does not exist."""
+    """Return the first path of NAME.png, NAME-2.png, NAME-3.png, ... that does not exist."""
     number, found = 1, path
     while found.exists():
         number += 1

@@ -140,9 +140,9 @@ _SHELL_TERMS = {
     r"space_time='(\w+)'": r"--space-time \1",
     r"attention='(\w+)'": r"--attention \1",
     r"use num_axes=3": "train on videos",
-    r"encoding_kwargs=\{'(\w+)': \.\.\}": r"--encoding NAME:\1=..",
+    r"encoding_kwargs=\{'(\w+)': \.\.\.\}": r"--encoding NAME:\1=...",
     r"share with .*?(\w+)= in (?:the encoding_kwargs of a model|lrpe_md\.preset or encoding_kwargs)": (
-        r"share with --encoding NAME:\1=.."
+        r"share with --encoding NAME:\1=..."
     ),
     r"\bexpected None\b": "must be left out",
     r"(number),? or None\b": r"\1",

@@ -75,7 +75,7 @@ EXACT = Rounding()
 
 
 def share(t: Tensor, heads: int) -> Tensor:
-    """Repeat (.., H or 1, N, C) to (.., heads, N, C), where head h uses row h // (heads / H)."""
+    """Repeat (..., H or 1, N, C) to (..., heads, N, C), where head h uses row h // (heads / H)."""
     return t.repeat_interleave(heads // t.shape[-3], dim=-3)
 
 

@@ -304,7 +304,7 @@ class Backbone:
         return kinds
 
     def find(self, text: str, option: str = "--encoding") -> Encoding:
-        """Return the encoding for NAME or NAME:KEY=VALUE,..
+        """Return the encoding for NAME or NAME:KEY=VALUE,...
 
         Raises:
             typer.BadParameter: for an unknown name or option.

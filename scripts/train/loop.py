@@ -18,7 +18,7 @@ corrects the plan twice, based on the latest steps: halfway to the end, and half
 should get the same time on one device, they share a file (``--turn``), so they compile in parallel but train one
 at a time.
 
-**Several GPUs.** Run ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ..`` or ``accelerate launch``. The loop
+**Several GPUs.** Run ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ...`` or ``accelerate launch``. The loop
 uses DDP, or FSDP2 with ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and
 micro-batches. A checkpoint is one file with unsharded tensors, regardless of the number of processes.
 

@@ -239,7 +239,7 @@ def _rows(text: Any, rows: Any) -> Any:
 
 
 def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> Tensor:
-    """Draw every prompt from the same noise (images, C, ..). Return (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
+    """Draw each prompt from the same noise (images, C, ...). Return (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
     rows = torch.arange(len(prompts)).repeat_interleave(len(noise))
     text = _rows(painter.encode(prompts), rows.to(painter.device))
     noise = noise.repeat(len(prompts), *(1,) * (noise.ndim - 1))

@@ -115,7 +115,7 @@ def main(
         typer.Option(help="Images: positions at other sizes, rescaled or extrapolated. (default: rescaled)"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN, then sheet-2.png, ..)")
+        Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN, then sheet-2.png, ...)")
     ] = None,
     vae: Annotated[
         str | None, typer.Option(help="Images: VAE that decodes latents. (default: the one that encoded them)")
@@ -130,7 +130,7 @@ def main(
     npz: Annotated[
         Path | None,
         typer.Option(
-            help="Images: .npz file for --count samples. arr_0 is uint8 (N, [frames,] H, W, 3), arr_1 has the labels."
+            help="Images: .npz file for --count samples. arr_0 is uint8 (N, [frames,] H, W, 3). arr_1 has the labels."
         ),
     ] = None,
 ) -> None:

@@ -37,7 +37,7 @@ class Sampling(NamedTuple):
 def draw_samples(
     model: Any, noise: Tensor, text: Any, sampling: Sampling, *, negative: Any = None, shift: float = 1.0
 ) -> Tensor:
-    """Draw samples from noise (B, C, ..).
+    """Draw samples from noise (B, C, ...).
 
     Args:
         text, negative: see :func:`models.flow.guided`.

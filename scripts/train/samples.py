@@ -64,7 +64,7 @@ def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
 
 
 def _short(caption: str, length: int = 28) -> str:
-    text = caption if len(caption) < length else f"{caption[: length - 3]}.."
+    text = caption if len(caption) < length else f"{caption[: length - 3]}..."
     return text.replace("$", r"\$")  # escape math mode
 
 

@@ -289,12 +289,12 @@ def _make_folder(out: Path) -> None:
 
 
 def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, Any]) -> list[Subject]:
-    """Return the subjects of --preset. The options ``unused`` must be None."""
+    """Return the subjects of --preset, and check that all options in ``unused`` are None."""
     for option, value in unused.items():
         if value is not None:
             raise typer.BadParameter(
-                f"{option}: can't be used with --preset, which sets it, got {value!r}; leave out {option}, because "
-                "figures of presets also show the similarity for the other map and axis order"
+                f"{option}: expected no value with --preset, got {value!r}; leave out {option}. A preset sets its own "
+                "map and axis order, and its figure also shows the alternatives"
             )
     schemes = _find_schemes(list_presets() if preset == ["all"] else preset)
     with _name_option("--preset"):
@@ -310,7 +310,8 @@ def _make_subject(
     choose("--axis-order", [axis_order or "minor_first"], AXIS_ORDERS)
     if axis_order is not None and frequencies == "mixed":
         raise typer.BadParameter(
-            f"--axis-order: can't be used with --frequencies mixed, which has no axis order, got {axis_order!r}"
+            f"--axis-order: expected no value with --frequencies mixed, got {axis_order!r}; leave out --axis-order, "
+            "because mixed frequencies have no axis order"
         )
     options: Any = {"map": map, "axis_order": axis_order, **sizes}
     with _name_option("--frequencies"):

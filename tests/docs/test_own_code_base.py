@@ -7,7 +7,7 @@ from lrpe_md import Coordinates, Grid, PresetMd, Rotate1d, pad, rotate
 
 
 def turn_complex(x, angles):
-    """Rotate x (.., N, D) by angles (.., N, D/2), in the interleaved layout, with ``view_as_complex``."""
+    """Rotate x (..., N, D) by angles (..., N, D/2), in the interleaved layout, with ``view_as_complex``."""
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 

@@ -162,7 +162,7 @@ WRONG = [
     ("cosine", {"heads": "each"}, "heads: expected 'shared' or 'own', got 'each'"),
     ("cosine", {"heads": "own", "num_heads": 4}, "heads: expected None with num_heads"),
     ("eva02", {"heads": "own"}, "heads: expected None with a preset"),
-    (CosineMd(24), {"sharing": "layer"}, "encoding_kwargs: can't be used with a module"),
+    (CosineMd(24), {"sharing": "layer"}, "encoding_kwargs: expected no options with a module"),
     (None, {"sharing": "layer"}, "encoding_kwargs: expected only act and dim"),
     ("unregistered", {}, "nn.Module, or None, got 'unregistered'"),
 ]

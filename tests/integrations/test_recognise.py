@@ -18,7 +18,7 @@ def grid_positions(shape=SHAPE):
 
 
 def turn(x, angles, layout="half"):
-    """Rotate by angles (.., N, pairs)."""
+    """Rotate by angles (..., N, pairs)."""
     if layout == "half":
         cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
         return x * cos + rf.quarter_turn(x) * sin

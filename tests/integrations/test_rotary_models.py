@@ -769,10 +769,12 @@ def test_nothing_is_imported_before_it_is_needed():
     first, second = done.stdout.splitlines()
     assert first == ""
     assert second.startswith(
-        "model: expected a model that calls a function to rotate q and k by cos and sin (to add an encoding, "
-        "use lrpe_md.adapt for timm's ViT, or lrpe_md.adapt_attention for other models), got torch"
+        "model: expected a model that calls a function to rotate q and k by cos and sin, got torch"
     )
-    assert second.endswith("Linear; found no such function")
+    assert second.endswith(
+        "Linear; found no such function. To add an encoding, use lrpe_md.adapt for timm's ViT, or "
+        "lrpe_md.adapt_attention for other models"
+    )
 
 
 def test_argument_errors():

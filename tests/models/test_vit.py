@@ -1049,7 +1049,7 @@ def test_argument_errors():
         ({"encoding": "cosine", "attention": "flash"}, r"attention: expected 'softmax' or 'linear', got 'flash'"),
         (
             {"encoding": CosineMd(16, 2), "encoding_kwargs": {"act": "relu"}},
-            r"encoding_kwargs: can't be used with a module",
+            r"encoding_kwargs: expected no options with a module",
         ),
         ({"encoding_kwargs": {"base": 10.0}}, r"encoding_kwargs: expected only act and dim"),
         ({"encoding_kwargs": {"act": "gelu"}}, r"act: expected one of"),

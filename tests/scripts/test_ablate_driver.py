@@ -612,7 +612,7 @@ def test_warnings_are_shown_once(tmp_path, capfd, workers):
     assert "encoding_kwargs" not in errors
     warned = [line for line in errors.splitlines() if line.startswith("Warning: ")]
     assert len(warned) == len(set(warned)) == 1
-    assert warned[0].endswith("--encoding NAME:split=..")
+    assert warned[0].endswith("--encoding NAME:split=...")
 
 
 def test_data_of_a_missing_package_leaves_no_folder(tmp_path, monkeypatch):

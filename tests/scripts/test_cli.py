@@ -362,7 +362,7 @@ def test_warnings_name_options(capsys):
         build()
     shown = capsys.readouterr().err.splitlines()
     assert shown[0].startswith("Warning: head_dim: expected channels for each of the 3 axes, got 0,1,1")
-    assert shown[0].endswith("or choose each axis's share with --encoding NAME:split=..")
+    assert shown[0].endswith("or choose each axis's share with --encoding NAME:split=...")
     assert len(shown) == 1
     with pytest.warns(UserWarning, match="with split= in the encoding_kwargs"):
         build()

@@ -160,7 +160,7 @@ BAD = {
         lambda f: [_break(f, **{"captions.csv": ""}), load(f)],
     ),
     "no text beside": (
-        r"caption in NAME.txt next to each of the 24 images, got 0 \(none for blue0.png, blue1.png, blue2.png, ..\)",
+        r"caption in NAME.txt next to each of the 24 images, got 0 \(none for blue0.png, blue1.png, blue2.png, ...\)",
         lambda f: [(f / "metadata.jsonl").unlink(), load(f)],
     ),
     "text without image": (

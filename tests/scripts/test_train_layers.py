@@ -179,7 +179,7 @@ def test_images_and_digits_by_layer(tmp_path):
     ("video", {"causal": True, "space-time": "factorised"}, "--causal: needs --space-time joint, got 'factorised'"),
     ("video", {"attention": "linear", "memory": "directions=both", "space-time": "factorised"}, "memory: must be left "
      "out with --space-time factorised, whose blocks attend within one frame or along time; use --space-time joint"),
-    ("video", {"window": 2, "causal": True, "drop": 0.5}, "--window 2: can't be used with --drop, got --drop 0.5"),
+    ("video", {"window": 2, "causal": True, "drop": 0.5}, "--window 2: can't be used with --drop 0.5; leave one"),
     ("video", {"causal": True, "motion": True}, "--motion: not supported with --causal"),
     ("diffusion", {"attention": "linear", "memory": "directions=both"}, "memory: must be left out for images, whose "
      "tokens have no order; train on videos"),

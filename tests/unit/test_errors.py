@@ -28,7 +28,7 @@ pairs = torch.rand(1, 4, 2)
 grid = Grid((3, 4))
 theta = torch.rand(4)
 GRID_HINT = r"positions: expected .*, got [([]3, 4[)\]]; for a grid of this size, pass Grid\(\(3, 4\)\), or "
-PAIR = r"positions: expected a Grid, .*, got a list; .* pad\(..\) or pack\(..\), and for q and k, a tuple$"
+PAIR = r"positions: expected a Grid, .*, got a list; .* pad\(\.\.\.\) or pack\(\.\.\.\), and for q and k, a tuple$"
 ODD = r"head_dim: expected an even number, got 7. Channels .*rotary_dim="
 
 
@@ -294,11 +294,11 @@ BAD = {
         TypeError, PAIR, lambda: scale_xpos(x, x, positions=[Grid((12,))] * 2, scale_base=512),
     ),
     "a list of coordinates": (
-        TypeError, r"got list; for coordinates \(N, K\), pass Coordinates\(torch\.tensor\(\.\.\)\)$",
+        TypeError, r"got list; for coordinates \(N, K\), pass Coordinates\(torch\.tensor\(\.\.\.\)\)$",
         lambda: rotate(x, x, omega=pairs, positions=[[0, 0], [0, 1]]),
     ),
     "an array of coordinates": (
-        TypeError, r"positions: .*, got ndarray; pass Coordinates\(torch\.as_tensor\(\.\.\)\)$",
+        TypeError, r"positions: .*, got ndarray; pass Coordinates\(torch\.as_tensor\(\.\.\.\)\)$",
         lambda: rotate(x, x, omega=pairs, positions=torch.rand(12, 2).numpy()),
     ),
     "cu_seqlens for a module": (
@@ -354,7 +354,7 @@ BAD = {
         lambda: PresetMd("flux1", head_dim=32)(torch.rand(1, 1, 12, 32), positions=Grid((2, 5), prefix=2)),
     ),
     "coordinates of an image for a video scheme": (
-        ValueError, r"num_axes, 3, got 2 axes; pass coordinates on 3 axes, or module.positions\(..\)$",
+        ValueError, r"num_axes, 3, got 2 axes; pass coordinates on 3 axes, or module.positions\(\.\.\.\)$",
         lambda: PresetMd("flux1", head_dim=32)(torch.rand(1, 1, 12, 32), positions=torch.rand(12, 2)),
     ),
     "a list as positions for different lengths": (

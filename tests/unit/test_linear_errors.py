@@ -97,7 +97,7 @@ ERRORS = {
     r"gate: expected a tensor on k's device cpu, got meta": {"gate": torch.ones(2, 1, 7, device="meta")},
     # masks
     r"block: expected a divisor of the 6 tokens between prefix and suffix .*, got 4": {"block": 4},
-    r"block: .*, got 4; for tokens before the first block, pass Coordinates\(\.\., prefix=\)": {
+    r"block: .*, got 4; for tokens before the first block, pass Coordinates\(\.\.\., prefix=\)": {
         "block": 4, "positions": torch.zeros(7, 2),
     },
     r"block: expected a positive integer, .*, got 0": {"block": 0},
@@ -157,7 +157,7 @@ ERRORS = {
         for shown, values in (
             ("0, 5", [0, 5]), ("0, 9", [0, 9]), ("0, 4, 2, 7", [0, 4, 2, 7]), ("1, 7", [1, 7]), ("7, 0", [7, 0]),
             ("-1, 7", [-1, 7]), (f"0, {2**32 + 7}", [0, 2**32 + 7]), (f"{2**32}, 7", [2**32, 7]),
-            ("0, 1, 2, 3, 4, 5, 6, 7, ..", [0, 1, 2, 3, 4, 5, 6, 7, 7, 8]),
+            ("0, 1, 2, 3, 4, 5, 6, 7, ...", [0, 1, 2, 3, 4, 5, 6, 7, 7, 8]),
         )
     },
     r"block: expected None with cu_seqlens, got both": {**ONE, "cu_seqlens": CU, "block": 3},

@@ -120,7 +120,7 @@ def quadratic(case, qkv, omega=None, phase=None, gate=None, state=(), amplitude=
     lengths = case.cu_seqlens or (k.shape[2],)
     if state:
         before = [t.repeat_interleave(torch.tensor(lengths), 0).transpose(0, 1)[None] for t in state]
-        if case.cu_seqlens is None:  # (B, H, N, ..)
+        if case.cu_seqlens is None:  # (B, H, N, ...)
             before = [t[:, :, None].expand(-1, -1, q.shape[2], *t.shape[2:]) for t in state]
         rows = rows + torch.einsum("bhne,bhned->bhnd", q_hat, shared(before[0]))
         if of_q is not None:

@@ -314,7 +314,7 @@ def test_axis_without_channels_warns(axis_order, head_dim, idle):
         with pytest.warns(UserWarning, match=expected) as found:
             make(3, axis_order=axis_order, learnable=True)
         assert [warning.filename for warning in found] == [__file__]
-        assert f"choose each axis's share with PresetMd(Scheme(.., Axial(split){map_}))" in str(found[0].message)
+        assert f"choose each axis's share with PresetMd(Scheme(..., Axial(split){map_}))" in str(found[0].message)
     with pytest.warns(UserWarning, match=expected):
         build_encoding("rotate", {"axis_order": axis_order}, head_dim, 1, 1, 3)
 

@@ -20,7 +20,7 @@ def tensors(*heads, dtype=torch.float64, phase_heads=2):
 
 
 def formula(x, omega, phase, groups=GROUPS):
-    """Compute [silu(x) cos(Θ + φ_1), silu(x) sin(Θ + φ_1), silu(x) cos(Θ + φ_2), ..], Θ = φ = 0 in the prefix."""
+    """Compute [silu(x) cos(Θ + φ_1), silu(x) sin(Θ + φ_1), silu(x) cos(Θ + φ_2), ...], Θ = φ = 0 in the prefix."""
     s, on_grid = GRID.coordinates(), torch.arange(7) >= 1
     out = []
     for group in range(groups):

@@ -104,9 +104,9 @@ def test_invalid_registrations():
         (r"map: expected one of \('rotate', 'cosine'\), got 'turn'", {"map": "turn"}),
         (r"pairs: expected one of .*, got 'thirds'", {"pairs": "thirds"}),
         (r"rotary: expected the start and end of a range within \[0, 1\], got \(0.5, 0.5\)", {"rotary": (0.5, 0.5)}),
-        (r"advance, whole: expected None and False without after", {"advance": (1,)}),
+        (r"advance, whole: expected None and False unless after is set, got", {"advance": (1,)}),
         (
-            r"pairs: expected 'half' or 'interleaved' with a Dense",
+            r"pairs: expected 'half' or 'interleaved' with Dense, which has no blocks",
             {"pairs": "blocks", "frequencies": Dense(2, dense, 1)},
         ),
     ],
@@ -335,7 +335,7 @@ def test_invalid_fields_raise_on_reading(path, value):
 
 @pytest.mark.parametrize("change", [{"order": "sin_cos"}, {"map": "cosine", "pairs": "half"}])
 def test_options_without_effect_are_refused(change):
-    with pytest.raises(ValueError, match=r"(order|pairs): can't be set with map="):
+    with pytest.raises(ValueError, match=r"(order|pairs): expected '\w+' \(the default\) with map="):
         replace(OWN, **change)
 
 

@@ -31,12 +31,12 @@ def activation(x, act, dim):
 
 
 def serial_to_coordinates(s, n):
-    """Solve Σ s_j N_j = s, N_1 = 1, N_{j+1} = n_j N_j for n = (n_1, .., n_k), fastest axis first."""
+    """Solve Σ s_j N_j = s, N_1 = 1, N_{j+1} = n_j N_j for n = (n_1, ..., n_k), fastest axis first."""
     coordinates = []
     for size in n:
         coordinates.append(s % size)
         s //= size
-    return coordinates  # s_1, .., s_k
+    return coordinates  # s_1, ..., s_k
 
 
 def cosine_md_loop(x, theta, shape, l, act, dim, axis_order):  # noqa: E741
@@ -62,7 +62,7 @@ def cosine_md_loop(x, theta, shape, l, act, dim, axis_order):  # noqa: E741
 
 
 def rotate_loop(x, angle, act, dim, first, width):
-    """Implement ``lrpe_rotate_1d`` of the LRPE specification on the channels first .. first + width.
+    """Implement ``lrpe_rotate_1d`` of the LRPE specification on the channels first ... first + width.
 
     O_1 = X_1 cos - X_2 sin, O_2 = X_1 sin + X_2 cos
     """
@@ -86,7 +86,7 @@ def rotate_loop(x, angle, act, dim, first, width):
 
 
 def compare(call, loop, x, theta, dtype=torch.float32):
-    """Compare y, dx and dθ of call(x, theta, impl=..) with those of loop(x, theta).
+    """Compare y, dx and dθ of call(x, theta, impl=...) with those of loop(x, theta).
 
     Gradients of several dy are judged together, because θ has too few entries for an RMS.
     """

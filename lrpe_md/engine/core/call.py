@@ -71,7 +71,7 @@ class CosSin(NamedTuple):
     For the cosine map, W is the number of channels. For a rotation, W is the number of pairs or of channels.
     """
 
-    cos: Tensor | None = None  # if sin is None, a tensor (.., W, 2) with both cos and sin
+    cos: Tensor | None = None  # if sin is None, a tensor (..., W, 2) with both cos and sin
     sin: Tensor | None = None
     inverse: bool = False  # sin is negated
 
@@ -168,7 +168,7 @@ class Layout(NamedTuple):
         return num_prefix, num_suffix
 
     def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
-        """Return positions (.., N, K) for the reference, and the mask of rotated tokens (None if all are rotated)."""
+        """Return positions (..., N, K) for the reference, and the mask of rotated tokens (None if all are rotated)."""
         if self.sizes:
             return grid_coordinates(
                 self.num_tokens, self.sizes, self.prefix, self.start, tables.affine, tables.origin,

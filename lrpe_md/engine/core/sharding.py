@@ -124,7 +124,7 @@ def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True
 
 
 def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
-    """Return the part of a tensor (H or 1, ..) for this rank's heads."""
+    """Return the part of a tensor (H or 1, ...) for this rank's heads."""
     if t.shape[0] == 1:
         return take_local(t, x, {})
     check_heads(name, t, 0, x)

@@ -298,6 +298,6 @@ def _join_groups(ys: tuple[Tensor, ...]) -> Tensor:
 
 
 def _concatenate(ys: tuple[Tensor, ...], order: tuple[int, int, int]) -> Tensor:
-    """Concatenate tensors (B, H, N, ..) along the channels, into a tensor with the given memory order."""
+    """Concatenate tensors (B, H, N, ...) along the channels, into a tensor with the given memory order."""
     inverse_order = [order.index(i) for i in range(3)]
     return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*inverse_order, 3)

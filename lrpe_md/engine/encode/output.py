@@ -19,7 +19,7 @@ FORM = "(B, H, N, D)"
 class Target(NamedTuple):
     """Destination of the outputs.
 
-    ``outs`` holds a tensor (B, H, N, ..), or (B, H, L, ..) with a start, for each input. If an element is None, that
+    ``outs`` holds a tensor (B, H, N, ...), or (B, H, L, ...) with a start, for each input. If an element is None, that
     output is allocated. ``start`` is the index along L of the first token, an integer tensor of shape (1,) or (B,) that
     is read on the device. If the target is for only one of two inputs, ``number`` is the index of that input.
     """

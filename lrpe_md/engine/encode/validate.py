@@ -45,7 +45,7 @@ def explain_unknown_keyword(owner: str, name: str) -> str:
     """Return an error message for a keyword argument that the encoding modules don't accept."""
     remedies = {
         "cu_seqlens": f"for packed tokens, pass {WHOLE_PACK}",
-        "offset": "to start a grid elsewhere, pass positions=Grid(shape, origin=torch.tensor([..])), with one integer "
+        "offset": "to start a grid elsewhere, pass positions=Grid(shape, origin=torch.tensor([...])), with one integer "
         "per axis",
     }
     known = ("positions", "qkv", "num_key_heads", "inverse", "norm", "out", "out_start")

@@ -470,8 +470,8 @@ def lrpe_kernel(
         x, dy, o: input (B, H, N, D), gradient (B, H, N, D or 2D) and output (y or dx). Each holds the pointer and the
             packed strides (b, h, n, d) of the only tensor or of q, and those of k.
         stat: maximum and sum over the sequence (2, B, H, D) of the only tensor or of q, and of k.
-        tables: ω (G or 1, C, K), φ (G or 1, C), coordinates (.., num_grid, K), origin (.., K) of a grid, its scale
-            and shift (K, 2), the mask of rotated tokens (.., num_grid) with one byte per token, amplitude (G or 1, C),
+        tables: ω (G or 1, C, K), φ (G or 1, C), coordinates (..., num_grid, K), origin (..., K) of a grid, its scale
+            and shift (K, 2), the mask of rotated tokens (..., num_grid) with one byte per token, amplitude (G or 1, C),
             and the tables of :func:`point_to_tables`. Any of them may be None.
         p_partial: float64 sums of s_j dΘ for dω and dφ (parts, T, G, J, C).
         extras: with a norm, pointers to the weight and bias of q and of k, a pointer to the partial sums of their

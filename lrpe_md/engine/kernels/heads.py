@@ -339,7 +339,7 @@ def heads_kernel(
         x, dy, o: pointer and strides (b, n, h, d) of q and of k.
         tables: pointers, and tables of cos and sin, as in :func:`lrpe_kernel`.
         norm: pointers to the weight and bias of q and of k.
-        sums: pointers to partial sums (programs, J, C) for dω and dφ, and (programs, ..) for dγ and dβ.
+        sums: pointers to partial sums (programs, J, C) for dω and dφ, and (programs, ...) for dγ and dβ.
     """
     counts, axes = numbers
     N, first_index, num_grid, positions_b, rotated_b, heads_q, heads_k, num_q, num_items, width = unpack_numbers(counts)

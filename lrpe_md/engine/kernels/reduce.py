@@ -34,7 +34,7 @@ def choose_job(is_later, next_job, job):
 def reduce_partial_kernel(jobs: "jobs", V: tl.constexpr):
     """Reduce partial sums to gradients in a fixed order. A program sums V.block_c columns of one slot of one head.
 
-    A job consists of a matrix of float64 partial sums, a gradient (heads, ..), and packed numbers: the job's first
+    A job consists of a matrix of float64 partial sums, a gradient (heads, ...), and packed numbers: the job's first
     program, the number of slots per head (axes of ω), the number of columns per slot, the offset of the first partial
     sum, the row stride, the head stride, the number of rows, and the column and slot strides of the gradient. If
     V.early is set, the kernel may start before the first pass has ended.

@@ -91,7 +91,7 @@ def join_states(inputs: LaunchInputs, state: Sequence[Tensor]) -> tuple[Tensor |
 
 
 def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Split states (.., size) into S, in the operands' dtype, and the normaliser's sums."""
+    """Split states (..., size) into S, in the operands' dtype, and the normaliser's sums."""
     matrix, sums = states.split([inputs.sizes.v_dim * inputs.sizes.num_features, inputs.sizes.num_sums], dim=-1)
     return matrix.to(inputs.operand).contiguous(), sums.contiguous()
 

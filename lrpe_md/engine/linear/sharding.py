@@ -135,7 +135,7 @@ def _run_memory(run: Run, call: LinearCall, operands: Operands, group: Any, retu
 def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
     """Return the state before each of the R ranks and after the last one.
 
-    ``parts`` (R, B, H, ..) holds B of each rank. ``transitions`` holds T of each rank, as matrices (R, B, H, E, E) or
+    ``parts`` (R, B, H, ...) holds B of each rank. ``transitions`` holds T of each rank, as matrices (R, B, H, E, E) or
     as decay factors (R, B, H).
     """
     series = [first]
@@ -178,7 +178,7 @@ def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State
 
 
 def _expand_slots(values: Tensor, ends: tuple[int, int], block: int) -> Tensor:
-    """Repeat each slot's value, (.., F + 2), once per token. The slots are the prefix, the blocks and the suffix."""
+    """Repeat each slot's value, (..., F + 2), once per token. The slots are the prefix, the blocks and the suffix."""
     prefix, suffix = ends
     return torch.cat(
         [
@@ -261,7 +261,7 @@ class _SumRanks(torch.autograd.Function):
 
 
 def _gather(given: tuple[State, State], group: Any) -> tuple[State, State]:
-    """Gather tensors (B, H, ..) from R ranks into tensors (R, B, H, ..), with a single all-gather."""
+    """Gather tensors (B, H, ...) from R ranks into tensors (R, B, H, ...), with a single all-gather."""
     parts, transitions = given
     tensors = (*parts, *transitions)
     rows = torch.cat([t.flatten(2) if t.ndim > 2 else t.unsqueeze(2) for t in tensors], dim=2)
@@ -271,7 +271,7 @@ def _gather(given: tuple[State, State], group: Any) -> tuple[State, State]:
 
 
 class _GatherRanks(torch.autograd.Function):
-    """All-gather a tensor (..) over the R ranks of a group. The result has shape (R, ..)."""
+    """All-gather a tensor (...) over the R ranks of a group. The result has shape (R, ...)."""
 
     @staticmethod
     def forward(ctx, t, group):
@@ -286,7 +286,7 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumForRank(torch.autograd.Function):
-    """Reduce-scatter a tensor (R, ..) over the R ranks of a group. Each rank gets its own sum (..)."""
+    """Reduce-scatter a tensor (R, ...) over the R ranks of a group. Each rank gets its own sum (...)."""
 
     @staticmethod
     def forward(ctx, t, group):

@@ -251,7 +251,7 @@ def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
             + (
                 ""
                 if isinstance(positions, Grid)
-                else "; for tokens before the first block, pass Coordinates(.., prefix=)"
+                else "; for tokens before the first block, pass Coordinates(..., prefix=)"
             )
         )
     check_edges(layout, positions.total if isinstance(positions, Grid) else layout.num_tokens, block)

@@ -162,7 +162,7 @@ def _refuse(path: Path, what: str, names: Iterable[str]) -> None:
 
 
 def _name_some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 @contextmanager

@@ -41,7 +41,7 @@ IDX = {"train": "train", "test": "t10k"}
 TEST_FOLDERS = ("validation", "val", "test")
 REMEDY = (
     "expected class folders (CLASS/*.png with at least two classes, or train/CLASS/*.png and val/CLASS/*.png), idx "
-    "files like MNIST's (train-images-idx3-ubyte, ..), webdataset shards (.tar), a Hugging Face dataset, a table of "
+    "files like MNIST's (train-images-idx3-ubyte, ...), webdataset shards (.tar), a Hugging Face dataset, a table of "
     "classes with --label, or the root of a timm dataset with --dataset"
 )
 PARTS = 5  # hold out one image in PARTS if a folder has no test set

@@ -29,7 +29,7 @@ from ...common.folder import list_visible
 from .captions import SUFFIXES as IMAGES
 
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
-# Some other FFmpeg demuxers (concat, hls, dash, ..) also read any file or URL to which the opened file refers.
+# Some other FFmpeg demuxers (concat, hls, dash, ...) also read any file or URL to which the opened file refers.
 OPENED_AS = {
     "format_whitelist": "avi,asf,flv,gif,matroska,mov,mp4,mpeg,mpegts,nut,ogg,webm",
     "protocol_whitelist": "file",

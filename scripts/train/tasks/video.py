@@ -179,7 +179,7 @@ class VideoTraining(Training):
             if value % multiple:
                 raise typer.BadParameter(f"{name}: expected a multiple of {multiple} for {self.task}, got {value}")
         if self.window and self.drop:
-            raise typer.BadParameter(f"--window {self.window}: can't be used with --drop, got --drop {self.drop}")
+            raise typer.BadParameter(f"--window {self.window}: can't be used with --drop {self.drop}; leave one out")
         if self.window and not (self.causal and "softmax" in VIDEOS.split_attention(self.attention)):
             raise typer.BadParameter(
                 f"--window {self.window}: only works with --causal and softmax attention in some layers; pass both, or "
