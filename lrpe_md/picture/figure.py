@@ -626,7 +626,7 @@ def _head_and_foot(figure: Figure, view: View) -> None:
         made.scheme.map + (f" ({made.scheme.pairs})" if has_pairs else ""),
         f"head_dim {made.head_dim}",
         f"{len(omega)} {_what(view)}s" + (", each along all axes" if dense else f": {', '.join(used)}"),
-        *([] if view.subject.base is None else [f"base {_number(view.subject.base)}"]),
+        *([f"base {_number(view.subject.base)}"] if view.subject.is_base_used else []),
         *_conditions(view),
     ]
     title = figure.suptitle(_bold(made.name), fontsize=9, x=0.008, ha="left")

@@ -698,6 +698,19 @@ def test_another_base_reaches_every_variant():
         omega = subject.omega(mapping, order)
         num = 48 // 3 if mapping == "cosine" else 24 // 3
         speeds = sorted(omega[0][omega[0, :, 2] > 0, 2].tolist(), reverse=True)
+    assert data.published("rope_vit_mixed").is_base_used
+    assert data.published("qwen3_vl", base=50.0).is_base_used
+
+
+def test_a_base_that_the_series_ignores_is_not_shown():
+    def linear(num: int, base: float, heads: int) -> Tensor:
+        return torch.linspace(0.1, 1, num)
+
+    headers = [
+        lrpe_md.show(Scheme("ours", 16, Axial((1, 1), series=series)), (3, 4)).get_suptitle()
+        for series in (linear, lambda num, base, heads: lrpe_md.geometric_theta(num, base))
+    ]
+    assert ["base 10,000" in header for header in headers] == [False, True]
         assert speeds == pytest.approx([50 ** (-i / num) for i in range(num)])
 
 
@@ -816,7 +829,8 @@ def test_frequencies_for_one_map_only():
     assert view.omega(view.default_variant).dtype == torch.float64
     figure = visualize.draw(view)
     titles = [a.get_title() for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes]
-    assert [title for title in titles if title.startswith(("rotate", "cosine"))] == ["rotate (as defined)"]
+    assert [title for title in titles if title.startswith(("rotate", "cosine"))] == ["rotate"]
+    assert "base" not in figure.get_suptitle()
 
 
 def test_the_header_names_the_options_of_the_positions():
