@@ -698,9 +698,11 @@ def _channel_name(view: View, channel: int) -> str:
 
 
 def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
-    mapping, order = names[0]
+    (mapping, order), subject = names[0], view.subject
     orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
-    own = view.subject.preset.scheme
-    is_published = any(own is scheme for scheme in SCHEMES.values()) and view.subject.base == own.frequencies.base
-    mine = "published" if is_published and view.subject.frequencies else "as defined"
-    return f"{mapping}{orders}" + (f" ({mine})" if view.default_variant in names else "")
+    own = subject.preset.scheme
+    is_named = bool(subject.frequencies) and any(own is scheme for scheme in SCHEMES.values())
+    mine = "published" if is_named and subject.base == own.frequencies.base else "as defined"
+    # A module or ω has no other variants from which to tell it apart.
+    is_marked = view.default_variant in names and (is_named or len(subject.variants) > 1)
+    return f"{mapping}{orders}" + (f" ({mine})" if is_marked else "")

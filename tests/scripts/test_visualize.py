@@ -474,7 +474,7 @@ def test_similarity_counts_unrotated_channels_and_amplitudes(name: str, amplitud
     score = (y[0, 0] @ y[0, 0, text + 7]).detach()
     figure = lrpe_md.show(module, shape, text=text)
     axes = [a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes]
-    [axis] = [a for a in axes if "as defined" in a.get_title()]
+    [axis] = [a for a in axes if a.get_title() == module.map]
     image = torch.tensor(axis.images[0].get_array().filled(math.nan))
     drawn = torch.cat([image[0, :text], image[2:].flatten()])
     torch.testing.assert_close(drawn, score / score[text + 7], rtol=0, atol=1e-12)
