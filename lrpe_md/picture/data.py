@@ -71,6 +71,19 @@ class Subject:
         return next((each.base for each in self.frequencies.values()), None)
 
     @property
+    def is_base_used(self) -> bool:
+        """Whether the frequencies have a base and depend on it. A user's function may ignore it."""
+        if self.base is None:
+            return False
+        order, own = next(iter(self.frequencies.items()))
+        other = replace(self, frequencies={order: replace(own, base=2 * self.base + 1)})
+        variant = (self.preset.scheme.map, order)
+        try:
+            return not torch.equal(self.omega(*variant), other.omega(*variant))
+        except Exception:  # a user's function may raise any exception for a different base
+            return True
+
+    @property
     def rotated_channels(self) -> int:
         """Number of channels of a head that the map uses."""
         part = self.preset.rotary_dim

@@ -89,6 +89,12 @@ class View:
     options: Mapping[str, Any]
 
     @property
+    def text_name(self) -> str:
+        """Label of the tokens before the grid. If the scheme skips them, they can be text, class or register tokens."""
+        tokens = self.subject.preset.scheme.tokens
+        return "prefix" if tokens is not None and tokens.rule == "skip" else "text"
+
+    @property
     def default_variant(self) -> tuple[str, str]:
         return self.subject.variants[0]
 
@@ -390,7 +396,7 @@ def _draw_rows(axis: Any, view: View) -> None:
     axis.set_yticks(range(len(rows)), [f"{c}\nλ = {_number(turns[c])}" for c in view.channels])
     axis.set_xticks(_whole_ticks(layout.shape[0], 6))
     title = "angle Θ" + (", fastest to slowest" if len(rows) > 1 else "")
-    axis.set(xlabel=_token_label(layout), ylabel=_what(view), title=title)
+    axis.set(xlabel=_token_label(view), ylabel=_what(view), title=title)
     axis.grid(False)
     _angle_bar(axis.figure, image, [axis], axis.bbox.height / axis.figure.dpi)
 
@@ -405,8 +411,8 @@ def _fill(title: str, width: float) -> str:
     return textwrap.fill(title, int(15 * width))
 
 
-def _token_label(layout: TokenLayout) -> str:
-    return "token" + (" (left: the text)" if layout.text else "")
+def _token_label(view: View) -> str:
+    return "token" + (f" (left: the {view.text_name})" if view.layout.text else "")
 
 
 def _similarity_lines(axis: Any, view: View, lowest: float, scores: Sequence[Any]) -> None:
@@ -418,7 +424,7 @@ def _similarity_lines(axis: Any, view: View, lowest: float, scores: Sequence[Any
         axis.plot(range(layout.shape[0]), values[layout.text :].tolist(), label=_variant_name(view, names), **one)
         axis.plot(range(-before, -before + layout.text), values[: layout.text].tolist(), marker=".", **one)
     axis.axvline(view.token[0], color="black", lw=0.8, ls=":")
-    axis.set(xlabel=_token_label(layout), ylabel="similarity")
+    axis.set(xlabel=_token_label(view), ylabel="similarity")
     _limit_similarity(axis, lowest)
 
 
@@ -467,7 +473,7 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     label, centre = 0.15, (picture.top - data.GAP - 1) / 2
     ticks = {picture.top + t: f"{t:.0f}" for t in _whole_ticks(height, min(4, int(height * cell / label)))}
     if layout.text:
-        ticks = {y: name for y, name in ticks.items() if (y - centre) * cell > label} | {centre: "text"}
+        ticks = {y: name for y, name in ticks.items() if (y - centre) * cell > label} | {centre: view.text_name}
     axis.set_yticks(list(ticks), list(ticks.values()))
     if len(view.frames) == 1:
         axis.set_xticks(_whole_ticks(width, min(5, int(width * cell / (1.5 * label)))))
@@ -626,7 +632,7 @@ def _head_and_foot(figure: Figure, view: View) -> None:
         made.scheme.map + (f" ({made.scheme.pairs})" if has_pairs else ""),
         f"head_dim {made.head_dim}",
         f"{len(omega)} {_what(view)}s" + (", each along all axes" if dense else f": {', '.join(used)}"),
-        *([] if view.subject.base is None else [f"base {_number(view.subject.base)}"]),
+        *([f"base {_number(view.subject.base)}"] if view.subject.is_base_used else []),
         *_conditions(view),
     ]
     title = figure.suptitle(_bold(made.name), fontsize=9, x=0.008, ha="left")
@@ -659,7 +665,7 @@ def _conditions(view: View) -> list[str]:
             parts.append("positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes))
         elif isinstance(value, int) or any(value):
             parts.append("positions scaled by the scheme's own rule")
-    parts += [plural(layout.text, "text token")] if layout.text else []
+    parts += [plural(layout.text, f"{view.text_name} token")] if layout.text else []
     parts += [f"{width} of {made.head_dim} channels rotated"] if width < made.head_dim else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase set to 0"] if made.scheme.phase else []
@@ -698,9 +704,11 @@ def _channel_name(view: View, channel: int) -> str:
 
 
 def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
-    mapping, order = names[0]
+    (mapping, order), subject = names[0], view.subject
     orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
-    own = view.subject.preset.scheme
-    is_published = any(own is scheme for scheme in SCHEMES.values()) and view.subject.base == own.frequencies.base
-    mine = "published" if is_published and view.subject.frequencies else "as defined"
-    return f"{mapping}{orders}" + (f" ({mine})" if view.default_variant in names else "")
+    own = subject.preset.scheme
+    is_named = bool(subject.frequencies) and any(own is scheme for scheme in SCHEMES.values())
+    mine = "published" if is_named and subject.base == own.frequencies.base else "as defined"
+    # A module or ω has no other variants from which to tell it apart.
+    is_marked = view.default_variant in names and (is_named or len(subject.variants) > 1)
+    return f"{mapping}{orders}" + (f" ({mine})" if is_marked else "")

@@ -62,7 +62,8 @@ def show(
         channels: channels (cosine) or pairs (rotate) to plot angles for. By default, ``maps`` channels are chosen, with
             at least one for each axis.
         maps: number of angle maps if ``channels`` is empty.
-        text: number of text (or class) tokens before the grid.
+        text: number of text (or class) tokens before the grid. If the scheme skips them, as with RotateMd or ω,
+            figures call them prefix.
         panels: names of the panels to draw. By default, all are drawn, with a header and a footnote. The names are
             "angles", "similarity", "variants" (similarity for the other map and axis order), "slices" and
             "wavelengths". A list of encodings has no angles and variants, and a sequence has no slices.

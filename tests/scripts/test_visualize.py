@@ -265,13 +265,28 @@ def test_text_before_a_grid_is_not_rotated_by_a_module():
     encoding = lrpe_md.CosineMd(16, 2)
     for drawn in (encoding, encoding.get_omega()):
         figure = lrpe_md.show(drawn, (4, 6), text=1, channels=[0])
-        assert figure.get_suptitle().endswith("1 text token")
+        assert figure.get_suptitle().endswith("1 prefix token")
+        labels = [label.get_text() for label in figure.subfigs[0].axes[0].get_yticklabels()]
+        assert "prefix" in labels
+        assert "text" not in labels
         assert "interleaved" not in figure.get_suptitle()
         image = figure.subfigs[0].axes[0].images[0].get_array()
         assert image[0, 0] == 0
         assert image.mask[0, 1:].all()
     with pytest.raises(ValueError, match=r'draw wan without text=, or pass a Scheme with tokens=Tokens\(0, "skip"\)'):
         lrpe_md.show("wan", text=1)
+
+
+def test_only_text_with_positions_is_labelled_text():
+    for name, shape in (("qwen3_vl", (4, 6)), ("flux1", (4, 6)), ("rope_1d", (8,))):
+        figure = lrpe_md.show(name, shape, text=2)
+        assert figure.get_suptitle().endswith("2 text tokens")
+        drawn = [a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes] or figure.axes
+        labels = [label.get_text() for axis in drawn for label in (*axis.get_yticklabels(), axis.xaxis.label)]
+        assert ("text" in labels) or ("token (left: the text)" in labels)
+    figure = lrpe_md.show(lrpe_md.RotateMd(16, 1), (8,), text=2, panels=["similarity"])
+    [axis] = [a for s in (figure, *figure.subfigs) for a in s.axes]
+    assert axis.get_xlabel() == "token (left: the prefix)"
 
 
 @pytest.mark.parametrize("shape", slow_except([(18, 28)], [(14, 14), (28, 14), (18, 28), (5, 12, 20)]))
@@ -301,7 +316,7 @@ def test_show_takes_the_options_of_the_command():
     shown = lrpe_md.show("eva02", (4, 6), text=2, token=(1, 4), channels=[3, 9])
     ours, theirs = [[a.get_title() for s in figure.subfigs for a in s.axes] for figure in (drawn, shown)]
     assert ours == theirs
-    assert "2 text tokens" in shown.get_suptitle()
+    assert "2 prefix tokens" in shown.get_suptitle()
     two = lrpe_md.show("eva02", (4, 6), maps=2)
     assert sum(a.get_title().startswith("pair ") for a in two.subfigs[0].axes) == 2
     refused: Any = (
@@ -386,7 +401,7 @@ def test_ticks_are_whole_and_on_the_grid():
     figure = visualize.draw(tiny("hunyuan_video", (1, 6), text=2))
     axis = figure.subfigs[0].axes[0]
     assert [(y, text.get_text()) for y, text in zip(axis.get_yticks(), axis.get_yticklabels(), strict=True)] == [
-        (2.0, "0"), (0.0, "text")
+        (2.0, "0"), (0.0, "prefix")
     ]  # fmt: skip
 
 
@@ -474,7 +489,7 @@ def test_similarity_counts_unrotated_channels_and_amplitudes(name: str, amplitud
     score = (y[0, 0] @ y[0, 0, text + 7]).detach()
     figure = lrpe_md.show(module, shape, text=text)
     axes = [a for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes]
-    [axis] = [a for a in axes if "as defined" in a.get_title()]
+    [axis] = [a for a in axes if a.get_title() == module.map]
     image = torch.tensor(axis.images[0].get_array().filled(math.nan))
     drawn = torch.cat([image[0, :text], image[2:].flatten()])
     torch.testing.assert_close(drawn, score / score[text + 7], rtol=0, atol=1e-12)
@@ -683,6 +698,19 @@ def test_base_is_shown_only_if_there_is_one():
     assert data.published("wan").base == 1e4
     assert data.published("wan", base=50.0).base == 50
     assert data.published("rope_vit_mixed").base == 10
+    assert data.published("rope_vit_mixed").is_base_used
+    assert data.published("qwen3_vl", base=50.0).is_base_used
+
+
+def test_a_base_that_the_series_ignores_is_not_shown():
+    def linear(num: int, base: float, heads: int) -> Tensor:
+        return torch.linspace(0.1, 1, num)
+
+    headers = [
+        lrpe_md.show(Scheme("ours", 16, Axial((1, 1), series=series)), (3, 4)).get_suptitle()
+        for series in (linear, lambda num, base, heads: lrpe_md.geometric_theta(num, base))
+    ]
+    assert ["base 10,000" in header for header in headers] == [False, True]
 
 
 def test_only_the_base_of_the_model_is_published():
@@ -816,7 +844,8 @@ def test_frequencies_for_one_map_only():
     assert view.omega(view.default_variant).dtype == torch.float64
     figure = visualize.draw(view)
     titles = [a.get_title() for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes]
-    assert [title for title in titles if title.startswith(("rotate", "cosine"))] == ["rotate (as defined)"]
+    assert [title for title in titles if title.startswith(("rotate", "cosine"))] == ["rotate"]
+    assert "base" not in figure.get_suptitle()
 
 
 def test_the_header_names_the_options_of_the_positions():

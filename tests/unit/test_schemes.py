@@ -432,7 +432,7 @@ def test_only_what_a_name_describes_is_compared_with_other_maps():
     maps = [t for t in panels(lrpe_md.show("dinov3", (3, 5))) if t.startswith(("rotate", "cosine"))]
     assert maps == ["rotate, either axis order (published)", "cosine, either axis order"]
     maps = [t for t in panels(lrpe_md.show(PresetMd("dinov3"), (3, 5))) if t.startswith(("rotate", "cosine"))]
-    assert maps == ["rotate (as defined)"]
+    assert maps == ["rotate"]
 
 
 def test_the_default_shape_is_one_that_the_scheme_accepts():
