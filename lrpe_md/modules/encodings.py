@@ -297,8 +297,10 @@ class Rotate1d(RotateMd):
         if len(xs) == 0:
             raise TypeError("x: expected one tensor or two (q, k), got none")
         if positions is None:
-            check_input("x", xs[0], xs[0], packed=f"cu_seqlens, or {WHOLE_PACK}")
-            positions = text_positions(xs[0], offset, cu_seqlens, self.dim)
+            x = xs[0]
+            if not isinstance(x, Tensor) or x.ndim != 4:
+                check_input("x", x, x, packed=f"cu_seqlens, or {WHOLE_PACK}")
+            positions = text_positions(x, offset, cu_seqlens, self.dim)
         elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
             raise ValueError(
                 "positions: expected None with offset or cu_seqlens, because positions already include both"
