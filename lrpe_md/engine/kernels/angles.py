@@ -122,13 +122,6 @@ def to_fixed(hi, lo):
 
 
 @triton.jit
-def count_turns(w):
-    """Convert a frequency from radians to turns in fixed point."""
-    hi, lo = to_turns(w, UNIT=1.0)
-    return to_fixed(hi, lo)
-
-
-@triton.jit
 def mark_non_finite(values):
     """Return 1 for channels where a frequency or phase is infinite or NaN, and 0 for all other channels."""
     zero = values[0].to(tl.float32) * 0.0
@@ -156,7 +149,8 @@ def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
     for j in tl.static_range(len(channels)):
         w = channels[j]
         if V.fixed:
-            hi, lo = count_turns(w)
+            hi, lo = to_turns(w, UNIT=1.0)
+            hi, lo = to_fixed(hi, lo)
             if j == 0:
                 lo = (lo & 0xFFFFFFFE) | mark_non_finite(channels)
         elif V.wide or j == K:
