@@ -160,7 +160,7 @@ def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
             hi, lo = to_turns(w, UNIT=1.0 if V.fast else 2.0)
             if V.fast:
                 lo *= TAU
-        omega += (_as_rows(hi, lo),)
+        omega += ((hi[None, :], lo[None, :]) if len(hi.shape) == 1 else (hi, lo),)
     return omega
 
 
@@ -170,14 +170,6 @@ def load_channels(p, m_c):
         return tl.load(p)
     else:
         return tl.load(p, mask=m_c, other=0)
-
-
-@triton.jit
-def _as_rows(hi, lo):
-    if len(hi.shape) == 1:
-        return hi[None, :], lo[None, :]
-    else:
-        return hi, lo
 
 
 @triton.jit

@@ -105,15 +105,6 @@ def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
 
 
 @triton.jit
-def find_halves(V: tl.constexpr):
-    """Return the first channel of each half of the cosine map's output."""
-    if V.order == "sin_cos":
-        return V.head_dim, 0
-    else:
-        return 0, V.head_dim
-
-
-@triton.jit
 def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
     """Load the mapped channels of a row of x as two tiles, or return the same tile twice."""
     if V.map == "cosine":
@@ -127,9 +118,9 @@ def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
 def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
     """Load the gradient of the map's output from a row of dy as two tiles, or return the same tile twice."""
     if V.map == "cosine":
-        cos_begin, sin_begin = find_halves(V)
-        dy_cos = load(row, o_n, m_n, c0, cos_begin, V)
-        dy_sin = load(row, o_n, m_n, c0, sin_begin, V)
+        COS_BEGIN: tl.constexpr = V.head_dim if V.order == "sin_cos" else 0
+        dy_cos = load(row, o_n, m_n, c0, COS_BEGIN, V)
+        dy_sin = load(row, o_n, m_n, c0, V.head_dim - COS_BEGIN, V)
         return dy_cos, dy_sin
     else:
         return load_pairs(row, o_n, m_n, c0, V)
@@ -157,9 +148,9 @@ def store_unmapped(row, tiles, o_n, m_n, V: tl.constexpr):
 def store_outputs(row, outputs, o_n, m_n, c0, V: tl.constexpr):
     """Store the map's output in the layout of :func:`load_gradients`."""
     if V.map == "cosine":
-        cos_begin, sin_begin = find_halves(V)
-        store(row, outputs[0], o_n, m_n, c0, cos_begin, V)
-        store(row, outputs[1], o_n, m_n, c0, sin_begin, V)
+        COS_BEGIN: tl.constexpr = V.head_dim if V.order == "sin_cos" else 0
+        store(row, outputs[0], o_n, m_n, c0, COS_BEGIN, V)
+        store(row, outputs[1], o_n, m_n, c0, V.head_dim - COS_BEGIN, V)
     else:
         store_pairs(row, outputs[0], outputs[1], o_n, m_n, c0, V)
 
@@ -544,9 +535,7 @@ def lrpe_kernel(
         c0 = (o_b % V.flat * V.block_c)[:, None]  # equal in all blocks that the program visits
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-    cos_sin_tables = 0
-    if V.tables != "none":
-        cos_sin_tables = point_to_tables(cos_sin, sample, g, c0, V=V)
+    cos_sin_tables = point_to_tables(cos_sin, sample, g, c0, V=V) if V.tables != "none" else 0
     tables = (p_rotated, p_amplitude, cos_sin_tables, first_index, num_grid)
     weights = ()
     if V.has_weight or V.has_bias:

@@ -24,6 +24,7 @@ from .encode import (
     load_unmapped,
     store_input_gradients,
     store_unmapped,
+    weigh_tokens,
 )
 from .norm import (
     add_weight_gradients,
@@ -36,8 +37,20 @@ from .norm import (
     store_weight_gradients,
     zero_weight_gradients,
 )
+from .rows import mask_rest
 from .signature import unpack_numbers, unpack_strides
-from .tiles import first_channel, load_at, load_flags, load_tile, move_row, split_last, split_pairs, store_at, upcast
+from .tiles import (
+    first_channel,
+    load_at,
+    load_flags,
+    load_tile,
+    move_row,
+    move_tokens,
+    split_last,
+    split_pairs,
+    store_at,
+    upcast,
+)
 
 
 @triton.constexpr_function
@@ -240,9 +253,7 @@ def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
             x = x_bar[i]
             if TOKENS:
                 x = tl.where(m_n[:, None], x, 0.0)
-            if V.widths[i] < V.blocks[i]:
-                x = tl.where((tl.arange(0, V.blocks[i]) < V.widths[i])[None, :], x, 0.0)
-            tiles += (x,)
+            tiles += (mask_rest(x, i=i, value=0.0, V=V),)
         return tiles
 
 
@@ -366,13 +377,17 @@ def map_features_backward(x_bar, dx_hat, cos_sin, V: tl.constexpr):
 
 
 @triton.jit
-def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexpr):
-    """Store dx of a block of tokens, and return the updated sums for dγ and dβ.
+def store_token_gradients(head, tokens, grads, sums, side, place, V: tl.constexpr):
+    """Store dq or dk of a block of tokens, and return the updated sums for dω and for the norm's weights.
 
-    ``x`` is the result of :func:`normalise_tokens`.
+    ``tokens`` is (norm(x), x̄, cos and sin), ``grads`` is (dx̄, dΘ), and ``place`` is (n0, o_n, m_n).
     """
-    x_norm, norm_saved = x
-    dx = activate_row_backward(x_norm, x_bar, dx_bar, V=V)
+    (x, norm_saved), x_bar, cos_sin = tokens
+    dx_bar, dangles = grads
+    total, dweights = sums
+    n0, o_n, m_n = place
+    row = move_tokens(head, n0, V=V)
+    dx = activate_row_backward(x, x_bar, dx_bar, V=V)
     if V.norm != "none":
         x_hat, scale, weights, group = norm_saved
         dweights = add_weight_gradients(dweights, form_weight_gradients(dx, x_hat, (), V=V), group, V=V)
@@ -383,7 +398,91 @@ def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexp
             tile = select_map_tile(dx, i=i, V=V)
             store_input_gradients(row, tile, o_n, m_n, first_channel(V=for_tile(V, i)), V=for_tile(V, i))
     store_unmapped(row, dx, o_n, m_n, V=V)
-    return dweights
+    return add_angle_gradients(total, dangles, side, cos_sin, V=V), dweights
+
+
+@triton.jit
+def empty_total(V: tl.constexpr):
+    """Return zeros for the sums Σ s_j dΘ of each tile and axis j, where s_j is a token's coordinate.
+
+    Each sum has shape (tokens / V.share, channels), or (channels) in float64 if V.operand is "same".
+    """
+    total = ()
+    if V.need_dangles:
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            total += _empty_tile_total(V=for_tile(V, i))
+    return total
+
+
+@triton.jit
+def _empty_tile_total(V: tl.constexpr):
+    ROWS: tl.constexpr = V.block_n // V.share
+    BLOCK_C: tl.constexpr = V.block_c
+    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+    if V.operand != "same":
+        return (tl.zeros([ROWS, BLOCK_C], dtype=tl.float32),) * J
+    else:
+        return (tl.zeros([BLOCK_C], dtype=tl.float64),) * J
+
+
+@triton.jit
+def sum_row_groups(x, V: tl.constexpr):
+    """Sum groups of V.share tokens that are in the same thread. The result has shape (tokens / V.share, channels)."""
+    if V.share == 1:
+        return x
+    else:
+        SHARE: tl.constexpr = V.share
+        ROWS: tl.constexpr = V.block_n // V.share
+        BLOCK_C: tl.constexpr = V.block_c
+        return tl.sum(tl.reshape(x, [SHARE, ROWS, BLOCK_C]), axis=0)
+
+
+@triton.jit
+def add_angle_gradients(total, dangles, side, cos_sin, V: tl.constexpr):
+    """Add Σ s_j dΘ over a block of tokens to ``total``. If there is a phase, also add Σ dΘ."""
+    if V.need_dangles:
+        pointers, head_tables = side
+        tables, _ = pointers
+        offsets, _ = head_tables
+        _, _, p_coords, p_origin, p_affine, _, _, numbers = tables
+        _, _, axes = numbers
+        grid = unpack_numbers(axes)
+        _, _, coords, _ = offsets
+        if V.by_sample:
+            if V.explicit:
+                p_coords += coords
+            else:
+                p_origin += coords
+        positions = (p_coords, p_origin, p_affine, grid)
+        _, _, o_g, m_g = cos_sin[0]
+        weights = weigh_tokens(o_g, m_g, positions, V=V)
+        new_total = ()
+        for i in tl.static_range(len(dangles)):
+            for j in tl.static_range(len(weights)):
+                sums = total[i * len(weights) + j]
+                if V.operand != "same":
+                    products = weights[j].to(tl.float32)[:, None] * dangles[i]
+                    new_total += (sums + sum_row_groups(products, V=for_tile(V, i)),)
+                else:
+                    new_total += (sums + tl.sum(weights[j][:, None] * dangles[i].to(tl.float64), axis=0),)
+        return new_total
+    else:
+        return total
+
+
+@triton.jit
+def store_total(p_partial, row, total, V: tl.constexpr):
+    """Store a program's sums (J, C) for dω and dφ as a row of the partial sums."""
+    if V.need_dangles:
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        p_partial += tl.cast(row, tl.int64) * (J * V.num_channels)
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            o_c = for_tile(V, i).first + tl.arange(0, for_tile(V, i).block_c)
+            for j in tl.static_range(J):
+                value = tl.sum(total[i * J + j], axis=0) if V.operand != "same" else total[i * J + j]
+                tl.store(p_partial + j * V.num_channels + o_c, value.to(tl.float64), mask=o_c < V.num_channels)
 
 
 @triton.jit

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 from .decay import fade, load_decay, locate_decay
-from .encode import activate_row, weigh_tokens
+from .encode import activate_row
 from .features import (
+    empty_total,
     empty_weight_sums,
     fill_rest,
-    for_tile,
     form_block_cos_sin,
     load_gate,
     load_query_side,
@@ -33,7 +33,8 @@ from .features import (
     map_features_backward,
     multiply,
     normalise_tokens,
-    store_row_gradient,
+    store_token_gradients,
+    store_total,
     store_values,
     store_weight_sums,
     to_operand,
@@ -372,90 +373,6 @@ def load_sums(p_sums, V: tl.constexpr):
 
 
 @triton.jit
-def empty_total(V: tl.constexpr):
-    """Return zeros for the sums Σ s_j dΘ of each tile and axis j, where s_j is a token's coordinate.
-
-    Each sum has shape (tokens / V.share, channels), or (channels) in float64 if V.operand is "same".
-    """
-    total = ()
-    if V.need_dangles:
-        TILES: tl.constexpr = V.num_map_tiles
-        for i in tl.static_range(TILES):
-            total += _empty_tile_total(V=for_tile(V, i))
-    return total
-
-
-@triton.jit
-def _empty_tile_total(V: tl.constexpr):
-    ROWS: tl.constexpr = V.block_n // V.share
-    BLOCK_C: tl.constexpr = V.block_c
-    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-    if V.operand != "same":
-        return (tl.zeros([ROWS, BLOCK_C], dtype=tl.float32),) * J
-    else:
-        return (tl.zeros([BLOCK_C], dtype=tl.float64),) * J
-
-
-@triton.jit
-def sum_row_groups(x, V: tl.constexpr):
-    """Sum groups of V.share tokens that are in the same thread. The result has shape (tokens / V.share, channels)."""
-    if V.share == 1:
-        return x
-    else:
-        SHARE: tl.constexpr = V.share
-        ROWS: tl.constexpr = V.block_n // V.share
-        BLOCK_C: tl.constexpr = V.block_c
-        return tl.sum(tl.reshape(x, [SHARE, ROWS, BLOCK_C]), axis=0)
-
-
-@triton.jit
-def add_angle_gradients(total, dangles, side, cos_sin, V: tl.constexpr):
-    """Add Σ s_j dΘ over a block of tokens to ``total``. If there is a phase, also add Σ dΘ."""
-    if V.need_dangles:
-        pointers, head_tables = side
-        tables, _ = pointers
-        offsets, _ = head_tables
-        _, _, p_coords, p_origin, p_affine, _, _, numbers = tables
-        _, _, axes = numbers
-        grid = unpack_numbers(axes)
-        _, _, coords, _ = offsets
-        if V.by_sample:
-            if V.explicit:
-                p_coords += coords
-            else:
-                p_origin += coords
-        positions = (p_coords, p_origin, p_affine, grid)
-        _, _, o_g, m_g = cos_sin[0]
-        weights = weigh_tokens(o_g, m_g, positions, V=V)
-        new_total = ()
-        for i in tl.static_range(len(dangles)):
-            for j in tl.static_range(len(weights)):
-                sums = total[i * len(weights) + j]
-                if V.operand != "same":
-                    products = weights[j].to(tl.float32)[:, None] * dangles[i]
-                    new_total += (sums + sum_row_groups(products, V=for_tile(V, i)),)
-                else:
-                    new_total += (sums + tl.sum(weights[j][:, None] * dangles[i].to(tl.float64), axis=0),)
-        return new_total
-    else:
-        return total
-
-
-@triton.jit
-def store_total(p_partial, row, total, V: tl.constexpr):
-    """Store a program's sums (J, C) for dω and dφ as a row of the partial sums."""
-    if V.need_dangles:
-        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        p_partial += tl.cast(row, tl.int64) * (J * V.num_channels)
-        TILES: tl.constexpr = V.num_map_tiles
-        for i in tl.static_range(TILES):
-            o_c = for_tile(V, i).first + tl.arange(0, for_tile(V, i).block_c)
-            for j in tl.static_range(J):
-                value = tl.sum(total[i * J + j], axis=0) if V.operand != "same" else total[i * J + j]
-                tl.store(p_partial + j * V.num_channels + o_c, value.to(tl.float64), mask=o_c < V.num_channels)
-
-
-@triton.jit
 def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexpr):
     """Compute and store dq for tokens [begin, end) of one head. Return ``grads`` plus the sums over these tokens.
 
@@ -465,6 +382,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
     q, do, dq = tensors
     S, Z = state
     dZ, total, dweights = grads
+    sums = (total, dweights)
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     q_head, do_head, dq_head = locate_tensors((q, do, dq), b, h, V=V)
@@ -490,23 +408,8 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
                 if V.need_dangles:
                     dangles = scale_row(dangles, scale[:, None])
         tokens = (x, x_bar, cos_sin)
-        sums = (total, dweights)
-        total, dweights = store_token_gradients(dq_head, tokens, (dx_bar, dangles), sums, side, (n0, o_n, m_n), V=V)
-    return dZ, total, dweights
-
-
-@triton.jit
-def store_token_gradients(head, tokens, grads, sums, side, place, V: tl.constexpr):
-    """Store dq or dk of a block of tokens, and return the updated sums for dω and for the norm's weights.
-
-    ``tokens`` is (norm(x), x̄, cos and sin), ``grads`` is (dx̄, dΘ), and ``place`` is (n0, o_n, m_n).
-    """
-    x, x_bar, cos_sin = tokens
-    dx_bar, dangles = grads
-    total, dweights = sums
-    n0, o_n, m_n = place
-    dweights = store_row_gradient(move_tokens(head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
-    return add_angle_gradients(total, dangles, side, cos_sin, V=V), dweights
+        sums = store_token_gradients(dq_head, tokens, (dx_bar, dangles), sums, side, (n0, o_n, m_n), V=V)
+    return dZ, sums[0], sums[1]
 
 
 @triton.jit

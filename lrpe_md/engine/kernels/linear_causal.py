@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .decay import causal_mask, fade, fade_pairs, load_decay, locate_decay, sum_crossing
 from .features import (
+    empty_total,
     empty_weight_sums,
     form_block_cos_sin,
     load_query_side,
@@ -23,6 +24,8 @@ from .features import (
     map_features,
     map_features_backward,
     multiply,
+    store_token_gradients,
+    store_total,
     store_values,
     store_weight_sums,
     to_operand,
@@ -34,7 +37,6 @@ from .linear import (
     empty,
     empty_state,
     empty_sums,
-    empty_total,
     form_keys,
     form_queries,
     gate_keys,
@@ -47,8 +49,6 @@ from .linear import (
     row_dot,
     store_gate,
     store_key_gradients,
-    store_token_gradients,
-    store_total,
     sum_columns,
     sum_tokens,
     to_operands,
@@ -256,11 +256,9 @@ def store_running_sums(p_sums, sums, place, sizes, V: tl.constexpr):
 
 
 @triton.jit
-def load_denominators(p_z, queries, sizes):
-    """Load z of ``queries``, which is (sample, head, tokens, mask). ``sizes`` is (B, H_q, N)."""
-    b, h, n, m_n = queries
-    B, H, N = sizes
-    p_z_head, _to_dz = point_to_scales(p_z, b, h, (B, H), N)
+def load_denominators(p_z, b, h, n, m_n, heads, N):
+    """Load z of tokens n of a head. ``heads`` and N are for :func:`point_to_scales`."""
+    p_z_head, _to_dz = point_to_scales(p_z, b, h, heads, N)
     return tl.load(p_z_head + n, mask=m_n, other=0.0)
 
 
@@ -362,7 +360,7 @@ def linear_causal_forward_kernel(
         k_hat = map_features(k_bar, k_cos_sin, V=V)
         _x, q_bar, q_hat, _q_cos_sin = map_queries(q_head, q_side, k_cos_sin, (b, h, n0, o_n, m_n), V=V)
         if V.has_normalizer_kernels:
-            z = load_denominators(p_z, (b, h, n0 + o_n, m_n), (B, G * R, N))
+            z = load_denominators(p_z, b, h, n0 + o_n, m_n, (B, G * R), N)
             scale, _is_free = invert_denominator(z, eps, V=V)
         elif V.normalizer != "none":  # computed before the outputs occupy registers
             k_counts = normalizer_features(k_bar, k_hat, V=V)
@@ -399,7 +397,7 @@ def linear_causal_query_kernel(
     S, Z = load_state_before(slots, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
-    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
+    program_sums = (empty_total(V=V), empty_weight_sums(V=V))
     decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
@@ -428,7 +426,7 @@ def linear_causal_query_kernel(
             q_counts = normalizer_features(q_bar, q_hat, V=V)
             k_counts = normalizer_features(k_bar, k_hat, V=V)
             if V.has_normalizer_kernels:
-                z = load_denominators(sums[0], (b, h, n0 + o_n, m_n), (B, G * R, N))
+                z = load_denominators(sums[0], b, h, n0 + o_n, m_n, (B, G * R), N)
                 Z_of_tokens = load_running_sums(sums[1], place, (G, N), V=V)
             else:
                 Z_of_tokens = sum_normalizer(k_counts, Z, block_decay, V=V)
@@ -454,13 +452,12 @@ def linear_causal_query_kernel(
         if V.need_ddecay:
             tl.store(p_scale + 2 * to_dz + n0 + o_n, from_state, mask=m_n)
             tl.store(p_scale + 3 * to_dz + n0 + o_n, sum_crossing(crossing, V=V), mask=m_n)
-        tokens = (x, q_bar, cos_sin)
-        total, dweights = store_token_gradients(
-            dq_head, tokens, (dx_bar, dangles), (total, dweights), q_side, (n0, o_n, m_n), V=V
+        program_sums = store_token_gradients(
+            dq_head, (x, q_bar, cos_sin), (dx_bar, dangles), program_sums, q_side, (n0, o_n, m_n), V=V
         )
         S = add_outer_products(fade_state(S, block_decay, V=V), v_block, fade_to_end(k_hat, block_decay, V=V), V=V)
-    store_weight_sums(q_side, (h * B + b) * P + piece, dweights, V=V)
-    store_total(p_partial, (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g, total, V=V)
+    store_weight_sums(q_side, (h * B + b) * P + piece, program_sums[1], V=V)
+    store_total(p_partial, (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g, program_sums[0], V=V)
 
 
 @triton.jit
@@ -573,7 +570,7 @@ def linear_causal_key_kernel(
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_head_tables = load_query_side(q_side, k_side[1], b, g, g, V=V)
     q_tables, _ = q_head_tables
-    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
+    sums = (empty_total(V=V), empty_weight_sums(V=V))
     decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     k_head, v_head, dk_head, dv_head = locate_tensors((k, v, dk, dv), b, g, V=V)
@@ -627,8 +624,6 @@ def linear_causal_key_kernel(
         if V.need_dgate:
             store_gate(dgate, row_dot(x_bar, dx_bar), beta, place)
         tokens = (x, x_bar, cos_sin)
-        total, dweights = store_key_gradients(
-            dk_head, tokens, (dx_bar, dangles), (total, dweights), k_side, place, beta, V=V
-        )
-    store_weight_sums(k_side, (g * B + b) * P + piece, dweights, V=V)
-    store_total(p_partial, tl.cast(piece, tl.int64) * B * G + b * G + g, total, V=V)
+        sums = store_key_gradients(dk_head, tokens, (dx_bar, dangles), sums, k_side, place, beta, V=V)
+    store_weight_sums(k_side, (g * B + b) * P + piece, sums[1], V=V)
+    store_total(p_partial, tl.cast(piece, tl.int64) * B * G + b * G + g, sums[0], V=V)

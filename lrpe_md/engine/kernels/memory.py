@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .features import (
+    empty_total,
     empty_weight_sums,
     form_block_cos_sin,
     load_gate,
@@ -23,6 +24,7 @@ from .features import (
     map_features_backward,
     multiply,
     normalise_tokens,
+    store_total,
     store_values,
     store_weight_sums,
     to_operand,
@@ -34,7 +36,6 @@ from .linear import (
     add_scaled,
     apply_state,
     empty,
-    empty_total,
     find_features,
     form_keys,
     gate_keys,
@@ -45,7 +46,6 @@ from .linear import (
     row_dot,
     store_gate,
     store_key_gradients,
-    store_total,
     to_operands,
     to_rows,
 )
