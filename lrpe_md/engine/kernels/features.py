@@ -382,12 +382,13 @@ def store_token_gradients(head, tokens, grads, sums, side, place, V: tl.constexp
 
     ``tokens`` is (norm(x), x̄, cos and sin), ``grads`` is (dx̄, dΘ), and ``place`` is (n0, o_n, m_n).
     """
-    (x, norm_saved), x_bar, cos_sin = tokens
+    x, x_bar, cos_sin = tokens
+    x_norm, norm_saved = x
     dx_bar, dangles = grads
     total, dweights = sums
     n0, o_n, m_n = place
     row = move_tokens(head, n0, V=V)
-    dx = activate_row_backward(x, x_bar, dx_bar, V=V)
+    dx = activate_row_backward(x_norm, x_bar, dx_bar, V=V)
     if V.norm != "none":
         x_hat, scale, weights, group = norm_saved
         dweights = add_weight_gradients(dweights, form_weight_gradients(dx, x_hat, (), V=V), group, V=V)
