@@ -21,11 +21,12 @@ In Triton 3.6, the fields of V are plain numbers. Shapes and ranges need a const
 constexprs.
 """
 
-from .decay import linear_decay_query_state_kernel, linear_decay_state_kernel
 from .encode import lrpe_kernel
 from .heads import heads_kernel
 from .linear import (
     linear_backward_kernel,
+    linear_decay_query_state_kernel,
+    linear_decay_state_kernel,
     linear_forward_kernel,
     linear_key_gradient_kernel,
     linear_output_kernel,

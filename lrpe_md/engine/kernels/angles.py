@@ -122,13 +122,6 @@ def to_fixed(hi, lo):
 
 
 @triton.jit
-def count_turns(w):
-    """Convert a frequency from radians to turns in fixed point."""
-    hi, lo = to_turns(w, UNIT=1.0)
-    return to_fixed(hi, lo)
-
-
-@triton.jit
 def mark_non_finite(values):
     """Return 1 for channels where a frequency or phase is infinite or NaN, and 0 for all other channels."""
     zero = values[0].to(tl.float32) * 0.0
@@ -156,7 +149,8 @@ def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
     for j in tl.static_range(len(channels)):
         w = channels[j]
         if V.fixed:
-            hi, lo = count_turns(w)
+            hi, lo = to_turns(w, UNIT=1.0)
+            hi, lo = to_fixed(hi, lo)
             if j == 0:
                 lo = (lo & 0xFFFFFFFE) | mark_non_finite(channels)
         elif V.wide or j == K:
@@ -166,7 +160,7 @@ def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
             hi, lo = to_turns(w, UNIT=1.0 if V.fast else 2.0)
             if V.fast:
                 lo *= TAU
-        omega += (_as_rows(hi, lo),)
+        omega += ((hi[None, :], lo[None, :]) if len(hi.shape) == 1 else (hi, lo),)
     return omega
 
 
@@ -176,14 +170,6 @@ def load_channels(p, m_c):
         return tl.load(p)
     else:
         return tl.load(p, mask=m_c, other=0)
-
-
-@triton.jit
-def _as_rows(hi, lo):
-    if len(hi.shape) == 1:
-        return hi[None, :], lo[None, :]
-    else:
-        return hi, lo
 
 
 @triton.jit

@@ -51,6 +51,7 @@ from .tiles import (
     store_pairs,
     store_tile,
     upcast,
+    zeros,
 )
 
 # --- the two maps, on tiles (tokens, channels): a branch for each entry of reference.MAPS except "none" -----------
@@ -104,15 +105,6 @@ def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
 
 
 @triton.jit
-def find_halves(V: tl.constexpr):
-    """Return the first channel of each half of the cosine map's output."""
-    if V.order == "sin_cos":
-        return V.head_dim, 0
-    else:
-        return 0, V.head_dim
-
-
-@triton.jit
 def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
     """Load the mapped channels of a row of x as two tiles, or return the same tile twice."""
     if V.map == "cosine":
@@ -126,9 +118,9 @@ def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
 def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
     """Load the gradient of the map's output from a row of dy as two tiles, or return the same tile twice."""
     if V.map == "cosine":
-        cos_begin, sin_begin = find_halves(V)
-        dy_cos = load(row, o_n, m_n, c0, cos_begin, V)
-        dy_sin = load(row, o_n, m_n, c0, sin_begin, V)
+        COS_BEGIN: tl.constexpr = V.head_dim if V.order == "sin_cos" else 0
+        dy_cos = load(row, o_n, m_n, c0, COS_BEGIN, V)
+        dy_sin = load(row, o_n, m_n, c0, V.head_dim - COS_BEGIN, V)
         return dy_cos, dy_sin
     else:
         return load_pairs(row, o_n, m_n, c0, V)
@@ -145,12 +137,20 @@ def load_unmapped(row, o_n, m_n, V: tl.constexpr):
 
 
 @triton.jit
+def store_unmapped(row, tiles, o_n, m_n, V: tl.constexpr):
+    """Store the tiles of a row that the map leaves unchanged."""
+    MAPPED: tl.constexpr = V.num_mapped
+    for i in tl.static_range(MAPPED, len(V.begins)):
+        store_tile(row, tiles[i], o_n, m_n, i, V)
+
+
+@triton.jit
 def store_outputs(row, outputs, o_n, m_n, c0, V: tl.constexpr):
     """Store the map's output in the layout of :func:`load_gradients`."""
     if V.map == "cosine":
-        cos_begin, sin_begin = find_halves(V)
-        store(row, outputs[0], o_n, m_n, c0, cos_begin, V)
-        store(row, outputs[1], o_n, m_n, c0, sin_begin, V)
+        COS_BEGIN: tl.constexpr = V.head_dim if V.order == "sin_cos" else 0
+        store(row, outputs[0], o_n, m_n, c0, COS_BEGIN, V)
+        store(row, outputs[1], o_n, m_n, c0, V.head_dim - COS_BEGIN, V)
     else:
         store_pairs(row, outputs[0], outputs[1], o_n, m_n, c0, V)
 
@@ -239,9 +239,7 @@ def map_row(loaded_row, cos, sin, o_n, c0, row_weights, V: tl.constexpr):
     else:
         out = x_bar
         store_outputs(o_row, apply_map(x_bar, cos, sin, V), o_n, m_o, c0, V)
-    MAPPED: tl.constexpr = V.num_mapped
-    for i in tl.static_range(MAPPED, len(V.begins)):
-        store_tile(o_row, out[i], o_n, m_o, i, V)
+    store_unmapped(o_row, out, o_n, m_o, V)
     return dangles, dweights
 
 
@@ -303,8 +301,8 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     for i in tl.static_range(ROWS):
         b, h, is_k, is_valid = locate_row(r0 + i, r_hi, sample, g, heads, V)
         num = tl.where(is_valid, num_n, 0)
-        p_o, o_stride, _ = point_to_row(o, is_k, b, h, n0, V)
-        o_row = (p_o, o_stride, tl.full([], 1, tl.int64))  # the channels of an output are adjacent
+        p_o, o_stride, stride_d = point_to_row(o, is_k, b, h, n0, V)
+        o_row = (p_o, o_stride, tl.full([], 1, stride_d.dtype))  # the channels of an output are adjacent
         token_range = (0, 0)
         if V.has_start:
             _, start = extras
@@ -444,8 +442,6 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
                 has_channels = tl.broadcast_to(c0 == first_c, [BLOCK_N, BLOCK_C])
                 channel_sums = tl.sum(tl.where(has_channels, total[j], 0.0), axis=0)
                 tl.store(p_partial + j * C + first_c + tl.arange(0, V.block_c), channel_sums)
-        elif m_c is None:
-            tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0))
         else:
             tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0), mask=m_c)
 
@@ -539,9 +535,7 @@ def lrpe_kernel(
         c0 = (o_b % V.flat * V.block_c)[:, None]  # equal in all blocks that the program visits
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-    cos_sin_tables = 0
-    if V.tables != "none":
-        cos_sin_tables = point_to_tables(cos_sin, sample, g, c0, V=V)
+    cos_sin_tables = point_to_tables(cos_sin, sample, g, c0, V=V) if V.tables != "none" else 0
     tables = (p_rotated, p_amplitude, cos_sin_tables, first_index, num_grid)
     weights = ()
     if V.has_weight or V.has_bias:
@@ -574,19 +568,15 @@ def lrpe_kernel(
         if V.early:
             launch_next_kernel()
         BLOCK_N: tl.constexpr = V.block_n
-        BLOCK_C: tl.constexpr = V.block_c
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
         EVERY: tl.constexpr = V.flat if V.flat else 1  # distance between blocks with the same channels
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
-        total = ()
-        if V.need_dangles:
-            for _ in tl.static_range(J):
-                total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
+        total = (zeros(V=V, dtype=tl.float64),) * J if V.need_dangles else ()
         dweights = zero_weight_gradients(dtype=tl.float64, V=V)
         # These are initial values, which the first step of each block replaces.
         cos = zero_cos_sin(V=V)
         sin = cos
-        dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+        dangles = zeros(V=V, dtype=tl.float64)
         o_g = tl.zeros([BLOCK_N], dtype=tl.int32)
         m_g = o_g > 0
         num_solo, steps, shared_block, shared_r0 = plan_walk(t, T, num_blocks, r_lo, r_hi, V)
@@ -600,7 +590,7 @@ def lrpe_kernel(
             loaded_rows = fetch_rows(tensors, r0, rows, n0, o_n, N - n0, c0, V)
             if (r0 == r_lo) | (i == num_solo):
                 cos, sin, o_g, m_g = form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V)
-                dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
+                dangles = zeros(V=V, dtype=tl.float64)
             row_weights = (weights, 0)
             if V.token_groups > 1:
                 groups = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]

@@ -23,8 +23,11 @@ from .encode import (
     load_inputs,
     load_unmapped,
     store_input_gradients,
+    store_unmapped,
+    weigh_tokens,
 )
 from .norm import (
+    add_weight_gradients,
     apply_weights,
     find_token_group,
     form_weight_gradients,
@@ -32,9 +35,28 @@ from .norm import (
     normalise_row,
     normalise_row_backward,
     store_weight_gradients,
+    zero_weight_gradients,
 )
+from .rows import mask_rest
 from .signature import unpack_numbers, unpack_strides
-from .tiles import first_channel, load_at, load_flags, load_tile, move_row, split_pairs, store_at, store_tile, upcast
+from .tiles import (
+    first_channel,
+    load_at,
+    load_flags,
+    load_tile,
+    move_row,
+    move_tokens,
+    split_last,
+    split_pairs,
+    store_at,
+    upcast,
+)
+
+
+@triton.constexpr_function
+def for_tile(V, i):
+    """Return the settings of tile i of the map."""
+    return V.map_tiles[i] if V.num_map_tiles > 1 else V
 
 
 @triton.jit
@@ -75,12 +97,33 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 
 
 @triton.jit
+def locate_tensors(tensors, b, h, V: tl.constexpr):
+    """Apply :func:`locate_tensor` to several tensors."""
+    rows = ()
+    for i in tl.static_range(len(tensors)):
+        rows += (locate_tensor(tensors[i], b, h, V=V),)
+    return rows
+
+
+@triton.jit
 def load_side(side, b, g, h, V: tl.constexpr):
-    """Load the tables for a sample and for key head g, and return them together with h.
+    """Load the frequencies of key head g. Return them with the offsets of its amplitudes, positions and mask, and h.
 
     Callers also pass on the side's pointers, because a Triton function can't return a pointer that is None.
     """
-    return load_tables(side, b, g, V=V), h
+    if V.map == "none":
+        return 0, h
+    else:
+        tables, _ = side
+        p_omega, p_phase, _, _, _, _, _, numbers = tables
+        _, steps, _ = numbers
+        omega_h, phase_h, amplitude_h, positions_b, rotated_b = unpack_numbers(steps)
+        omega = ()
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            omega += (load_tile_frequencies((p_omega, p_phase), g, (omega_h, phase_h), V=for_tile(V, i)),)
+        sample = tl.cast(b, tl.int64)
+        return (omega, g * amplitude_h, sample * positions_b, sample * rotated_b), h
 
 
 @triton.jit
@@ -94,34 +137,15 @@ def load_query_side(side, k_head_tables, b, g, h, V: tl.constexpr):
 
 
 @triton.jit
-def load_tables(side, b, h, V: tl.constexpr):
-    """Load the frequencies of a head. Return them with the offsets of its amplitudes, positions and rotation mask."""
-    if V.map == "none":
-        return 0
-    else:
-        tables, _ = side
-        p_omega, p_phase, _, _, _, _, _, numbers = tables
-        _, steps, _ = numbers
-        omega_h, phase_h, amplitude_h, positions_b, rotated_b = unpack_numbers(steps)
-        omega = ()
-        TILES: tl.constexpr = V.num_map_tiles
-        for i in tl.static_range(TILES):
-            omega += (load_tile_frequencies((p_omega, p_phase), h, (omega_h, phase_h), i=i, V=V),)
-        sample = tl.cast(b, tl.int64)
-        return omega, h * amplitude_h, sample * positions_b, sample * rotated_b
-
-
-@triton.jit
-def load_tile_frequencies(tables, h, steps, i: tl.constexpr, V: tl.constexpr):
-    """Load the frequencies and phases of head h for tile i of the map."""
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+def load_tile_frequencies(tables, h, steps, V: tl.constexpr):
+    """Load the frequencies and phases of head h for one tile of the map."""
     p_omega, p_phase = tables
     omega_h, phase_h = steps
-    o_c = T.first + tl.arange(0, T.block_c)
-    m_c = None if T.num_channels >= T.first + T.block_c else o_c < T.num_channels
+    o_c = V.first + tl.arange(0, V.block_c)
+    m_c = None if V.num_channels >= V.first + V.block_c else o_c < V.num_channels
     if V.has_phase:
         p_phase += h * phase_h
-    return load_frequencies(p_omega + h * omega_h, p_phase, o_c, m_c, V=T)
+    return load_frequencies(p_omega + h * omega_h, p_phase, o_c, m_c, V=V)
 
 
 @triton.jit
@@ -137,15 +161,8 @@ def load_row(row, o_n, m_n, V: tl.constexpr):
     else:
         TILES: tl.constexpr = V.num_map_tiles
         for i in tl.static_range(TILES):
-            tiles += load_map_tile(row, o_n, m_n, i=i, V=V)
+            tiles += load_inputs(row, o_n, m_n, first_channel(V=for_tile(V, i)), V=for_tile(V, i))
         return tiles + load_unmapped(row, o_n, m_n, V=V)
-
-
-@triton.jit
-def load_map_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """Load tile i of the map as two tiles, or as the same tile twice."""
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    return load_inputs(row, o_n, m_n, first_channel(V=T), V=T)
 
 
 @triton.jit
@@ -198,23 +215,13 @@ def to_tiles(tiles, V: tl.constexpr):
         return tiles
     else:
         TILES: tl.constexpr = V.num_map_tiles
-        MAP_TILES: tl.constexpr = 2 * V.num_map_tiles
         x = ()
         for i in tl.static_range(TILES):
-            x += to_map_tile(tiles[2 * i], tiles[2 * i + 1], i=i, V=V)
-        for i in tl.static_range(MAP_TILES, len(tiles)):
-            x += (tiles[i],)
-        return x
-
-
-@triton.jit
-def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
-    """Convert the result of :func:`load_map_tile` to one or two tiles of x."""
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    if V.map == "cosine":
-        return (upcast(first, V=V),)
-    else:
-        return split_pairs(upcast(first, V=V), upcast(second, V=V), V=T)
+            if V.map == "cosine":
+                x += (upcast(tiles[2 * i], V=V),)
+            else:
+                x += split_pairs(upcast(tiles[2 * i], V=V), upcast(tiles[2 * i + 1], V=V), V=for_tile(V, i))
+        return x + tiles[2 * V.num_map_tiles :]
 
 
 @triton.jit
@@ -223,23 +230,16 @@ def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
     if V.norm == "none":
         return x, ()
     else:
-        weights, group = find_weights(side, n0, o_n, V=V)
+        pointers, head_tables = side
+        p_weight, p_bias, _, numbers = pointers[1]
+        group = 0
+        if V.token_groups > 1:
+            first_index, num_grid = unpack_numbers(numbers)
+            group = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
+        # Loading γ and β for each block avoids register spills.
+        weights = load_weights((p_weight, p_bias, p_weight, p_bias), False, head_tables[1], group, None, V=V)
         x_hat, scale = normalise_row(x, V=V)
         return apply_weights(x_hat, weights, V=V), (x_hat, scale, weights, group)
-
-
-@triton.jit
-def find_weights(side, n0, o_n, V: tl.constexpr):
-    """Load γ and β of tokens n0 + o_n, and the token groups. Loading γ and β for each block avoids register spills."""
-    pointers, head_tables = side
-    _, h = head_tables
-    _, norm = pointers
-    p_weight, p_bias, _, numbers = norm
-    group = 0
-    if V.token_groups > 1:
-        first_index, num_grid = unpack_numbers(numbers)
-        group = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
-    return load_weights((p_weight, p_bias, p_weight, p_bias), False, h, group, None, V=V), group
 
 
 @triton.jit
@@ -253,9 +253,7 @@ def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
             x = x_bar[i]
             if TOKENS:
                 x = tl.where(m_n[:, None], x, 0.0)
-            if V.widths[i] < V.blocks[i]:
-                x = tl.where((tl.arange(0, V.blocks[i]) < V.widths[i])[None, :], x, 0.0)
-            tiles += (x,)
+            tiles += (mask_rest(x, i=i, value=0.0, V=V),)
         return tiles
 
 
@@ -287,17 +285,16 @@ def form_block_cos_sin(side, n0, o_n, V: tl.constexpr):
         cos_sin = ()
         TILES: tl.constexpr = V.num_map_tiles
         for i in tl.static_range(TILES):
-            cos_sin += (form_tile_cos_sin(omega[i], positions, tables, n0, o_n, i=i, V=V),)
+            cos_sin += (form_tile_cos_sin(omega[i], positions, tables, n0, o_n, V=for_tile(V, i)),)
         return cos_sin
 
 
 @triton.jit
-def form_tile_cos_sin(omega, positions, tables, n0, o_n, i: tl.constexpr, V: tl.constexpr):
-    """Apply :func:`form_cos_sin` to tile i of the map."""
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    o_c = T.first + tl.arange(0, T.block_c)
-    m_c = None if T.num_channels >= T.first + T.block_c else o_c < T.num_channels
-    return form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V=T, WIDE=True)
+def form_tile_cos_sin(omega, positions, tables, n0, o_n, V: tl.constexpr):
+    """Apply :func:`form_cos_sin` to one tile of the map."""
+    o_c = V.first + tl.arange(0, V.block_c)
+    m_c = None if V.num_channels >= V.first + V.block_c else o_c < V.num_channels
+    return form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V=V, WIDE=True)
 
 
 @triton.jit
@@ -307,19 +304,6 @@ def select_map_tile(x, i: tl.constexpr, V: tl.constexpr):
         return (x[i],)
     else:
         return x[2 * i], x[2 * i + 1]
-
-
-@triton.jit
-def map_tile(x_bar, cos_sin, i: tl.constexpr, V: tl.constexpr):
-    """Return tile i of x̂, with both halves of the map's output."""
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    x = select_map_tile(x_bar, i=i, V=V)
-    if V.map == "none":
-        return join_halves(x[0], x[1], V=T)
-    else:
-        cos, sin, _, _ = cos_sin[i]
-        first, second = apply_map(x, cos, sin, V=T)
-        return join_halves(first, second, V=T)
 
 
 @triton.jit
@@ -344,7 +328,7 @@ def split_halves(x, V: tl.constexpr):
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     if V.run == 1:
-        return tl.split(tl.reshape(x, [BLOCK_N, BLOCK_C, 2]))
+        return split_last(x)
     else:
         RUN: tl.constexpr = V.run
         RUNS: tl.constexpr = V.block_c // V.run
@@ -361,11 +345,12 @@ def map_features(x_bar, cos_sin, V: tl.constexpr):
         x_hat = ()
         TILES: tl.constexpr = V.num_map_tiles
         for i in tl.static_range(TILES):
-            x_hat += (map_tile(x_bar, cos_sin, i=i, V=V),)
-        MAPPED: tl.constexpr = V.num_mapped
-        for i in tl.static_range(MAPPED, len(V.begins)):
-            x_hat += (x_bar[i],)
-        return x_hat
+            halves = select_map_tile(x_bar, i=i, V=V)
+            if V.map != "none":
+                cos, sin, _, _ = cos_sin[i]
+                halves = apply_map(halves, cos, sin, V=for_tile(V, i))
+            x_hat += (join_halves(halves[0], halves[1], V=for_tile(V, i)),)
+        return x_hat + x_bar[V.num_mapped :]
 
 
 @triton.jit
@@ -378,96 +363,136 @@ def map_features_backward(x_bar, dx_hat, cos_sin, V: tl.constexpr):
         dx_bar = ()
         dangles = ()
         for i in tl.static_range(TILES):
-            dx_tile, dangles_tile = map_tile_backward(x_bar, dx_hat[i], cos_sin, i=i, V=V)
-            dx_bar += dx_tile
-            dangles += dangles_tile
-        for i in tl.static_range(TILES, len(dx_hat)):
-            dx_bar += (dx_hat[i],)
-        return dx_bar, dangles
+            dy = split_halves(dx_hat[i], V=for_tile(V, i))
+            if V.map == "none":
+                dx_bar += dy
+            else:
+                cos, sin, _, _ = cos_sin[i]
+                dx_tile = apply_map_backward(dy, cos, sin, V=for_tile(V, i))
+                if V.need_dangles:
+                    x = select_map_tile(x_bar, i=i, V=V)
+                    dangles += (form_angle_gradient(x, dy, dx_tile, cos, sin, V=for_tile(V, i)),)
+                dx_bar += dx_tile
+        return dx_bar + dx_hat[V.num_map_tiles :], dangles
 
 
 @triton.jit
-def map_tile_backward(x_bar, dx_hat, cos_sin, i: tl.constexpr, V: tl.constexpr):
-    """Compute the tiles of dx̄ from tile i of dx̂, and dΘ if it is needed."""
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    dy = split_halves(dx_hat, V=T)
-    if V.map == "none":
-        return dy, ()
-    else:
-        cos, sin, _, _ = cos_sin[i]
-        dx_bar = apply_map_backward(dy, cos, sin, V=T)
-        if V.need_dangles:
-            return dx_bar, (form_angle_gradient(select_map_tile(x_bar, i=i, V=V), dy, dx_bar, cos, sin, V=T),)
-        else:
-            return dx_bar, ()
+def store_token_gradients(head, tokens, grads, sums, side, place, V: tl.constexpr):
+    """Store dq or dk of a block of tokens, and return the updated sums for dω and for the norm's weights.
 
-
-@triton.jit
-def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexpr):
-    """Store dx of a block of tokens, and return the updated sums for dγ and dβ.
-
-    ``x`` is the result of :func:`normalise_tokens`.
+    ``tokens`` is (norm(x), x̄, cos and sin), ``grads`` is (dx̄, dΘ), and ``place`` is (n0, o_n, m_n).
     """
+    x, x_bar, cos_sin = tokens
     x_norm, norm_saved = x
+    dx_bar, dangles = grads
+    total, dweights = sums
+    n0, o_n, m_n = place
+    row = move_tokens(head, n0, V=V)
     dx = activate_row_backward(x_norm, x_bar, dx_bar, V=V)
     if V.norm != "none":
         x_hat, scale, weights, group = norm_saved
-        dweights = add_weight_products(dweights, form_weight_gradients(dx, x_hat, (), V=V), group, V=V)
+        dweights = add_weight_gradients(dweights, form_weight_gradients(dx, x_hat, (), V=V), group, V=V)
         dx = normalise_row_backward(dx, x_hat, scale, weights, V=V)
     if V.num_mapped > 0:
         TILES: tl.constexpr = V.num_map_tiles
         for i in tl.static_range(TILES):
-            store_map_tile(row, dx, o_n, m_n, i=i, V=V)
-    MAPPED: tl.constexpr = V.num_mapped
-    for i in tl.static_range(MAPPED, len(V.begins)):
-        store_tile(row, dx[i], o_n, m_n, i=i, V=V)
-    return dweights
+            tile = select_map_tile(dx, i=i, V=V)
+            store_input_gradients(row, tile, o_n, m_n, first_channel(V=for_tile(V, i)), V=for_tile(V, i))
+    store_unmapped(row, dx, o_n, m_n, V=V)
+    return add_angle_gradients(total, dangles, side, cos_sin, V=V), dweights
 
 
 @triton.jit
-def store_map_tile(row, dx, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """Store tiles in the form that :func:`load_map_tile` returns."""
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    store_input_gradients(row, select_map_tile(dx, i=i, V=V), o_n, m_n, first_channel(V=T), V=T)
+def empty_total(V: tl.constexpr):
+    """Return zeros for the sums Σ s_j dΘ of each tile and axis j, where s_j is a token's coordinate.
+
+    Each sum has shape (tokens / V.share, channels), or (channels) in float64 if V.operand is "same".
+    """
+    total = ()
+    if V.need_dangles:
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            total += _empty_tile_total(V=for_tile(V, i))
+    return total
 
 
 @triton.jit
-def _empty_row(i: tl.constexpr, V: tl.constexpr):
-    BLOCK_N: tl.constexpr = V.block_n
-    BLOCK: tl.constexpr = V.blocks[i]
+def _empty_tile_total(V: tl.constexpr):
+    ROWS: tl.constexpr = V.block_n // V.share
+    BLOCK_C: tl.constexpr = V.block_c
+    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
     if V.operand != "same":
-        return tl.zeros([BLOCK_N, BLOCK], dtype=tl.float32)
+        return (tl.zeros([ROWS, BLOCK_C], dtype=tl.float32),) * J
     else:
-        return tl.zeros([1, BLOCK], dtype=tl.float64)
+        return (tl.zeros([BLOCK_C], dtype=tl.float64),) * J
+
+
+@triton.jit
+def sum_row_groups(x, V: tl.constexpr):
+    """Sum groups of V.share tokens that are in the same thread. The result has shape (tokens / V.share, channels)."""
+    if V.share == 1:
+        return x
+    else:
+        SHARE: tl.constexpr = V.share
+        ROWS: tl.constexpr = V.block_n // V.share
+        BLOCK_C: tl.constexpr = V.block_c
+        return tl.sum(tl.reshape(x, [SHARE, ROWS, BLOCK_C]), axis=0)
+
+
+@triton.jit
+def add_angle_gradients(total, dangles, side, cos_sin, V: tl.constexpr):
+    """Add Σ s_j dΘ over a block of tokens to ``total``. If there is a phase, also add Σ dΘ."""
+    if V.need_dangles:
+        pointers, head_tables = side
+        tables, _ = pointers
+        offsets, _ = head_tables
+        _, _, p_coords, p_origin, p_affine, _, _, numbers = tables
+        _, _, axes = numbers
+        grid = unpack_numbers(axes)
+        _, _, coords, _ = offsets
+        if V.by_sample:
+            if V.explicit:
+                p_coords += coords
+            else:
+                p_origin += coords
+        positions = (p_coords, p_origin, p_affine, grid)
+        _, _, o_g, m_g = cos_sin[0]
+        weights = weigh_tokens(o_g, m_g, positions, V=V)
+        new_total = ()
+        for i in tl.static_range(len(dangles)):
+            for j in tl.static_range(len(weights)):
+                sums = total[i * len(weights) + j]
+                if V.operand != "same":
+                    products = weights[j].to(tl.float32)[:, None] * dangles[i]
+                    new_total += (sums + sum_row_groups(products, V=for_tile(V, i)),)
+                else:
+                    new_total += (sums + tl.sum(weights[j][:, None] * dangles[i].to(tl.float64), axis=0),)
+        return new_total
+    else:
+        return total
+
+
+@triton.jit
+def store_total(p_partial, row, total, V: tl.constexpr):
+    """Store a program's sums (J, C) for dω and dφ as a row of the partial sums."""
+    if V.need_dangles:
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        p_partial += tl.cast(row, tl.int64) * (J * V.num_channels)
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            o_c = for_tile(V, i).first + tl.arange(0, for_tile(V, i).block_c)
+            for j in tl.static_range(J):
+                value = tl.sum(total[i * J + j], axis=0) if V.operand != "same" else total[i * J + j]
+                tl.store(p_partial + j * V.num_channels + o_c, value.to(tl.float64), mask=o_c < V.num_channels)
 
 
 @triton.jit
 def empty_weight_sums(V: tl.constexpr):
-    """Return zero-filled tiles for a program's sums: for each token group, first dγ and then dβ.
-
-    Tiles are (tokens, channels) in float32, or (1, channels) in float64.
-    """
-    sums = ()
-    if V.need_dweight:
-        for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):
-            for i in tl.static_range(len(V.begins)):
-                sums += (_empty_row(i=i, V=V),)
-    return sums
-
-
-@triton.jit
-def add_weight_products(sums, products, group, V: tl.constexpr):
-    """Add the products for a block of tokens to the sums for their token groups."""
-    new_sums = ()
-    for j in tl.static_range(len(sums)):
-        product = products[j % len(products)]
-        if V.token_groups > 1:
-            product = tl.where(group == j // len(products), product, 0.0)
-        if V.operand != "same":
-            new_sums += (sums[j] + product,)
-        else:
-            new_sums += (sums[j] + tl.sum(product.to(tl.float64), axis=0, keep_dims=True),)
-    return new_sums
+    """Return the zeros of :func:`zero_weight_gradients`, as (tokens, channels) or, in float64, as (1, channels)."""
+    if V.operand != "same":
+        return zero_weight_gradients(dtype=tl.float32, V=V)
+    else:
+        return zero_weight_gradients(dtype=tl.float64, V=V, SUMMED=True)
 
 
 @triton.jit

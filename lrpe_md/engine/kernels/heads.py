@@ -21,10 +21,12 @@ from .encode import (
     store_input_gradients,
     store_outputs,
     store_partial,
+    store_unmapped,
     weigh_tokens,
 )
 from .features import load_row, to_tiles
 from .norm import (
+    add_weight_gradients,
     apply_weight,
     apply_weights,
     combine_gradient,
@@ -45,7 +47,6 @@ from .tiles import (
     point_at,
     point_to_row,
     split_pairs,
-    store_tile,
     upcast,
     zeros,
 )
@@ -94,10 +95,8 @@ def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
 @triton.jit
 def load_gradient_row(row, o_h, m_h, V: tl.constexpr):
     """Load a row of dy in the form that :func:`to_gradient_tiles` expects."""
-    if V.map == "none":
-        return load_unmapped(row, o_h, m_h, V=V)
-    else:
-        return load_gradients(row, o_h, m_h, first_channel(V=V), V=V) + load_unmapped(row, o_h, m_h, V=V)
+    halves = () if V.map == "none" else load_gradients(row, o_h, m_h, first_channel(V=V), V=V)
+    return halves + load_unmapped(row, o_h, m_h, V=V)
 
 
 @triton.jit
@@ -109,22 +108,8 @@ def to_gradient_tiles(rows, V: tl.constexpr):
         first, second = upcast(rows[0], V=V), upcast(rows[1], V=V)
         if V.map != "cosine":
             first, second = split_pairs(first, second, V=V)
-        tiles = (first, second)
-        for i in tl.static_range(2, len(rows)):
-            tiles += (rows[i],)
-        return tiles
-
-
-@triton.jit
-def map_back(dy, cos, sin, V: tl.constexpr):
-    """Compute dx̄ from dy, tile by tile."""
-    if V.map == "none":
-        return dy
-    else:
-        dx_bar = apply_map_backward((dy[0], dy[1]), cos, sin, V=V)
-        for i in tl.static_range(2, len(dy)):
-            dx_bar += (dy[i],)
-        return dx_bar
+        halves = (first, second)
+        return halves + rows[2:]
 
 
 @triton.jit
@@ -173,33 +158,11 @@ def normalise_backward(rows, cos_sin, stats, weights, m_h, V: tl.constexpr):
     x = apply_weights(x_hat, weights, V=V)
     x_bar = activate_row(x, 0, V=V)
     dy = to_gradient_tiles(gs, V=V)
-    dx_bar = map_back(dy, cos, sin, V=V)
+    dx_bar = dy if V.map == "none" else apply_map_backward((dy[0], dy[1]), cos, sin, V=V) + dy[2:]
     dangles = x_hat[0]
     if V.need_dangles:
         dangles = form_angle_gradient(x_bar, (dy[0], dy[1]), dx_bar, cos, sin, V=V)
     return activate_row_backward(x, x_bar, dx_bar, V=V), x_hat, dangles
-
-
-@triton.jit
-def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexpr):
-    """Add the products of a token to the sums of tile i, and return the new sums."""
-    new_sums = ()
-    COUNT: tl.constexpr = len(products) * V.token_groups
-    for j in tl.static_range(COUNT):
-        product = products[j % len(products)]
-        if V.token_groups > 1:
-            product = tl.where(token_group == j // len(products), product, 0.0)
-        new_sums += (sums[i * COUNT + j] + product,)
-    return new_sums
-
-
-@triton.jit
-def widen_rows(sums, recent_sums):
-    """Add recent float32 sums over a few tokens to the float64 sums."""
-    new_sums = ()
-    for j in tl.static_range(len(sums)):
-        new_sums += (sums[j] + recent_sums[j].to(tl.float64),)
-    return new_sums
 
 
 @triton.jit
@@ -228,9 +191,7 @@ def store_heads(row, out, cos_sin, o_h, m_h, V: tl.constexpr):
             store_input_gradients(row, out, o_h, m_h, c0, V=V)
         else:
             store_outputs(row, apply_map(out, cos, sin, V=V), o_h, m_h, c0, V=V)
-    MAPPED: tl.constexpr = V.num_mapped
-    for i in tl.static_range(MAPPED, len(V.begins)):
-        store_tile(row, out[i], o_h, m_h, i=i, V=V)
+    store_unmapped(row, out, o_h, m_h, V=V)
 
 
 @triton.jit
@@ -309,6 +270,7 @@ def store_gradients(row_pairs, token, H, stats, means, cos_sin, tile_weights, ou
     _, scale = stats
     dot, mean = means
     o_h = tl.arange(0, V.block_n)
+    COUNT: tl.constexpr = len(dweights) // len(rows)
     new_sums = ()
     for i in tl.static_range(len(rows)):
         m_h = i * V.block_n + o_h < H
@@ -316,7 +278,7 @@ def store_gradients(row_pairs, token, H, stats, means, cos_sin, tile_weights, ou
         dangles = tile_dangles if i == 0 else dangles + tile_dangles
         if V.need_dweight:
             products = form_weight_gradients(dy, x_hat, (), V=V)
-            new_sums += add_weight_sums(dweights, products, group, i=i, V=V)
+            new_sums += add_weight_gradients(dweights[i * COUNT : i * COUNT + COUNT], products, group, V=V)
         dx = combine_gradient(apply_weight(dy, tile_weights[i], V=V), x_hat, scale, dot, mean, V=V)
         store_heads(point_to_heads(o, token, i=i, V=V), dx, cos_sin, o_h, m_h, V=V)
     return dangles, new_sums
@@ -362,21 +324,14 @@ def heads_kernel(
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V=V)
     if V.early:
         launch_next_kernel()
-    total = ()
-    if V.need_dangles:
-        for _ in tl.static_range(J):
-            total += (zeros(V=V, dtype=tl.float64),)
-    dweights = ()
-    for _ in tl.static_range(TILES):
-        dweights += zero_weight_gradients(dtype=tl.float64, V=V)
+    total = (zeros(V=V, dtype=tl.float64),) * J if V.need_dangles else ()
+    dweights = zero_weight_gradients(dtype=tl.float64, V=V) * TILES
     shared_weights = ()
     if V.token_groups == 1:
         for i in tl.static_range(TILES):
             shared_weights += (load_tile_weights(norm, is_k, H, 0, i=i, V=V),)
     for first in tl.range(tl.where(is_k, pid - num_q, pid), num_items, step * TOKENS):
-        recent_sums = ()
-        for _ in tl.static_range(TILES):
-            recent_sums += zero_weight_gradients(dtype=tl.float64 if V.wide else tl.float32, V=V)
+        recent_sums = zero_weight_gradients(dtype=tl.float64 if V.wide else tl.float32, V=V) * TILES
         for item in tl.range(first, tl.minimum(first + step * TOKENS, num_items), step):
             b = item // N
             n = item - b * N
@@ -413,7 +368,7 @@ def heads_kernel(
                     total = new_total
             else:
                 store_mapped(rows, token, H, stats, cos_sin, weights, o, V=V)
-        dweights = widen_rows(dweights, recent_sums)
+        dweights = add_rows(dweights, recent_sums)
     if V.need_dangles:
         store_partial(p_partial + pid.to(tl.int64) * (J * V.num_channels), total, 0, o_c, m_c, V=V)
     if V.need_dweight:

@@ -16,8 +16,10 @@ S and dS denote transposed states. Z is the sum Σ β k̄, or Σ β k̂ if V.nor
 import triton
 import triton.language as tl
 
-from .encode import activate_row, locate_channels, weigh_tokens
+from .decay import fade, load_decay, locate_decay
+from .encode import activate_row
 from .features import (
+    empty_total,
     empty_weight_sums,
     fill_rest,
     form_block_cos_sin,
@@ -26,12 +28,13 @@ from .features import (
     load_row,
     load_side,
     load_values,
-    locate_tensor,
+    locate_tensors,
     map_features,
     map_features_backward,
     multiply,
     normalise_tokens,
-    store_row_gradient,
+    store_token_gradients,
+    store_total,
     store_values,
     store_weight_sums,
     to_operand,
@@ -41,7 +44,7 @@ from .features import (
 from .reduce import launch_next_kernel, wait_for_previous_kernel
 from .rows import add_rows, scale_row
 from .signature import kernel, unpack_numbers
-from .tiles import move_tokens
+from .tiles import locate_channels, move_tokens
 
 # --- tiles of a state ------------------------------------------------------------------------------------------
 
@@ -179,14 +182,13 @@ def normalizer_features(x_bar, x_hat, V: tl.constexpr):
 
 
 # --- a block of tokens -------------------------------------------------------------------------------------------
+# The ``place`` of a block of tokens is (sample, head, n0, o_n, m_n). m_n masks out tokens n0 + o_n beyond the end.
 
 
 @triton.jit
-def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
-    """Load a block of keys and values. Return norm(k), k̄ (without β), v, β, and cos and sin.
-
-    ``place`` is (sample, head, n0, o_n, m_n). The block has tokens n0 + o_n, and m_n masks out tokens beyond the end.
-    """
+def form_keys(rows, gate, side, place, V: tl.constexpr):
+    """Load a block of keys and values from their rows. Return norm(k), k̄ (without β), v, β, and cos and sin."""
+    k_row, v_row = rows
     b, h, n0, o_n, m_n = place
     k = to_tiles(load_row(k_row, o_n, m_n, V=V), V=V)
     v = load_values(v_row, o_n, m_n, V=V)
@@ -197,38 +199,68 @@ def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
         v = zero_gated_tokens(v, beta)
         k = zero_gated_tokens(k, beta)
     k = normalise_tokens(k, side, n0, o_n, V=V)
-    return k, fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V), v, beta, cos_sin
+    return k, activate_tokens(k, m_n, TOKENS=True, V=V), v, beta, cos_sin
 
 
 @triton.jit
-def activate_tokens(x, V: tl.constexpr):
-    """Compute x̄ from the result of :func:`normalise_tokens`."""
+def form_queries(q_head, side, place, TOKENS: tl.constexpr, V: tl.constexpr):
+    """Load a block of queries. Return norm(q) and q̄."""
+    _b, _h, n0, o_n, m_n = place
+    q = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+    q = normalise_tokens(q, side, n0, o_n, V=V)
+    return q, activate_tokens(q, m_n, TOKENS=TOKENS, V=V)
+
+
+@triton.jit
+def activate_tokens(x, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
+    """Compute x̄ from the result of :func:`normalise_tokens`, with zeros as in :func:`fill_rest`."""
     normed, _ = x
-    return activate_row(normed, (0, 0), V=V)
+    return fill_rest(activate_row(normed, (0, 0), V=V), m_n, TOKENS=TOKENS, V=V)
 
 
 @triton.jit
-def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
+def gate_keys(k_bar, weight, V: tl.constexpr):
+    """Multiply k̄ by β, or by another weight of each token that includes β."""
+    if V.gated:
+        return scale_row(k_bar, weight[:, None])
+    else:
+        return k_bar
+
+
+@triton.jit
+def sum_keys(k, v, gates, side, walk, V: tl.constexpr):
     """Compute S and Z for tokens [begin, end) of one head.
 
-    ``k`` and ``v`` are (pointer, strides), and ``walk`` is (sample, head, begin, end).
+    ``k`` and ``v`` are (pointer, strides), ``gates`` is (β, log g or None), and ``walk`` is (sample, head, begin, end).
     """
+    gate, decay = gates
     b, h, begin, end = walk
+    if decay is not None:
+        decay = locate_decay(decay, b, h, V=V)
     o_n = tl.arange(0, V.block_n)
-    k_head = locate_tensor(k, b, h, V=V)
-    v_head = locate_tensor(v, b, h, V=V)
+    k_head, v_head = locate_tensors((k, v), b, h, V=V)
     S = empty_state(V=V)
     Z = empty_sums(V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
-        m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V=V)
-        v_row = move_tokens(v_head, n0, V=V)
-        _k, k_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
-        if V.gated:
-            k_bar = scale_row(k_bar, beta[:, None])
+        place = (b, h, n0, o_n, n0 + o_n < end)
+        rows = (move_tokens(k_head, n0, V=V), move_tokens(v_head, n0, V=V))
+        _k, k_bar, v_block, beta, cos_sin = form_keys(rows, gate, side, place, V=V)
+        if decay is None:
+            k_bar = gate_keys(k_bar, beta, V=V)
+        else:
+            _L, logs_to_end, total = load_decay(decay, place, end, V=V)
+            weight = fade(logs_to_end, V=V)
+            if V.gated:
+                weight *= beta
+            k_bar = scale_row(k_bar, weight[:, None])
         k_hat = map_features(k_bar, cos_sin, V=V)
+        if decay is not None:
+            factor = fade(total, V=V)
+            S = scale_row(S, factor)
         S = add_outer_products(S, v_block, k_hat, V=V)
         if V.normalizer != "none":
+            if decay is not None:
+                Z = scale_row(Z, factor)
             Z = add_rows(Z, normalizer_features(k_bar, k_hat, V=V))
     return S, sum_tokens(Z)
 
@@ -258,13 +290,10 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
     """Compute and store o for tokens [begin, end) of one head, given S (as operands) and Z."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    q_head = locate_tensor(q, b, h, V=V)
-    o_head = locate_tensor(o, b, h, V=V)
+    q_head, o_head = locate_tensors((q, o), b, h, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
-        x = normalise_tokens(x, side, n0, o_n, V=V)
-        x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
+        _x, x_bar = form_queries(q_head, side, (b, h, n0, o_n, m_n), TOKENS=False, V=V)
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
         # If tokens are columns of the product, 1/z has the layout of q, not of o. So q̂ is scaled or, because the map
         # is linear, q̄.
@@ -287,9 +316,12 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
 
 
 @triton.jit
-def find_normalizer_channels(i: tl.constexpr, V: tl.constexpr):
-    """Return the channel indices (1, channels) of tile i of the normaliser's features, and their mask."""
-    if V.normalizer == "encoded":
+def find_features(i: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
+    """Return the channel indices (1, channels) of tile i of k̂, and their mask.
+
+    With COUNTS, the tile belongs to the normaliser's features.
+    """
+    if V.normalizer == "encoded" or not COUNTS:
         o_e = tl.arange(0, V.feature_blocks[i])[None, :]
         return V.feature_begins[i] + o_e, o_e < V.feature_widths[i]
     else:
@@ -313,7 +345,7 @@ def store_state(p_state, p_sums, S, Z, V: tl.constexpr):
         p, mask = point_to_state(p_state, i=i, V=V)
         tl.store(p, S[i], mask=mask)
     for i in tl.static_range(len(Z)):
-        o_e, m_e = find_normalizer_channels(i=i, V=V)
+        o_e, m_e = find_features(i=i, COUNTS=True, V=V)
         tl.store(p_sums + o_e, Z[i][None, :], mask=m_e)
 
 
@@ -332,113 +364,12 @@ def load_sums(p_sums, V: tl.constexpr):
     """Load Z."""
     Z = ()
     for i in tl.static_range(len(V.sum_blocks)):
-        o_e, m_e = find_normalizer_channels(i=i, V=V)
+        o_e, m_e = find_features(i=i, COUNTS=True, V=V)
         Z += (tl.sum(tl.load(p_sums + o_e, mask=m_e, other=0.0), axis=0),)
     return Z
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def empty_total(V: tl.constexpr):
-    """Return zeros for the sums Σ s_j dΘ of each tile and axis j, where s_j is a token's coordinate.
-
-    Each sum has shape (tokens / V.share, channels), or (channels) in float64 if V.operand is "same".
-    """
-    total = ()
-    if V.need_dangles:
-        TILES: tl.constexpr = V.num_map_tiles
-        for i in tl.static_range(TILES):
-            total += _empty_tile_total(i=i, V=V)
-    return total
-
-
-@triton.jit
-def _empty_tile_total(i: tl.constexpr, V: tl.constexpr):
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    ROWS: tl.constexpr = T.block_n // T.share
-    BLOCK_C: tl.constexpr = T.block_c
-    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-    total = ()
-    for _ in tl.static_range(J):
-        if V.operand != "same":
-            total += (tl.zeros([ROWS, BLOCK_C], dtype=tl.float32),)
-        else:
-            total += (tl.zeros([BLOCK_C], dtype=tl.float64),)
-    return total
-
-
-@triton.jit
-def sum_row_groups(x, V: tl.constexpr):
-    """Sum groups of V.share tokens that are in the same thread. The result has shape (tokens / V.share, channels)."""
-    if V.share == 1:
-        return x
-    else:
-        SHARE: tl.constexpr = V.share
-        ROWS: tl.constexpr = V.block_n // V.share
-        BLOCK_C: tl.constexpr = V.block_c
-        return tl.sum(tl.reshape(x, [SHARE, ROWS, BLOCK_C]), axis=0)
-
-
-@triton.jit
-def add_angle_gradients(total, dangles, side, cos_sin, V: tl.constexpr):
-    """Add Σ s_j dΘ over a block of tokens to ``total``. If there is a phase, also add Σ dΘ."""
-    if V.need_dangles:
-        pointers, head_tables = side
-        tables, _ = pointers
-        offsets, _ = head_tables
-        _, _, p_coords, p_origin, p_affine, _, _, numbers = tables
-        _, _, axes = numbers
-        grid = unpack_numbers(axes)
-        _, _, coords, _ = offsets
-        if V.by_sample:
-            if V.explicit:
-                p_coords += coords
-            else:
-                p_origin += coords
-        positions = (p_coords, p_origin, p_affine, grid)
-        _, _, o_g, m_g = cos_sin[0]
-        weights = weigh_tokens(o_g, m_g, positions, V=V)
-        new_total = ()
-        for i in tl.static_range(len(dangles)):
-            new_total += add_tile_gradients(total, dangles[i], weights, i=i, V=V)
-        return new_total
-    else:
-        return total
-
-
-@triton.jit
-def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr):
-    """Implement :func:`add_angle_gradients` for tile i."""
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    new_total = ()
-    for j in tl.static_range(len(weights)):
-        sums = total[i * len(weights) + j]
-        if V.operand != "same":
-            products = weights[j].to(tl.float32)[:, None] * dangles
-            new_total += (sums + sum_row_groups(products, V=T),)
-        else:
-            new_total += (sums + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)
-    return new_total
-
-
-@triton.jit
-def store_total(p_partial, total, V: tl.constexpr):
-    """Store a program's sums (J, C) for dω and dφ."""
-    TILES: tl.constexpr = V.num_map_tiles
-    for i in tl.static_range(TILES):
-        _store_tile_total(p_partial, total, i=i, V=V)
-
-
-@triton.jit
-def _store_tile_total(p_partial, total, i: tl.constexpr, V: tl.constexpr):
-    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    o_c = T.first + tl.arange(0, T.block_c)
-    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-    for j in tl.static_range(J):
-        value = tl.sum(total[i * J + j], axis=0) if V.operand != "same" else total[i * J + j]
-        tl.store(p_partial + j * V.num_channels + o_c, value.to(tl.float64), mask=o_c < V.num_channels)
 
 
 @triton.jit
@@ -451,18 +382,17 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
     q, do, dq = tensors
     S, Z = state
     dZ, total, dweights = grads
+    sums = (total, dweights)
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    q_head = locate_tensor(q, b, h, V=V)
-    do_head = locate_tensor(do, b, h, V=V)
-    dq_head = locate_tensor(dq, b, h, V=V)
+    q_head, do_head, dq_head = locate_tensors((q, do, dq), b, h, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
         x = normalise_tokens(x, side, n0, o_n, V=V)
         do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
-        x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
+        x_bar = activate_tokens(x, m_n, TOKENS=False, V=V)
         dx_hat = multiply_tiles(do_block, S, V=V)  # before the division by z
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer != "none":
@@ -477,9 +407,24 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
                 dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), to_rows(Z), dz)
                 if V.need_dangles:
                     dangles = scale_row(dangles, scale[:, None])
-        dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, side, cos_sin, V=V)
-    return dZ, total, dweights
+        tokens = (x, x_bar, cos_sin)
+        sums = store_token_gradients(dq_head, tokens, (dx_bar, dangles), sums, side, (n0, o_n, m_n), V=V)
+    return dZ, sums[0], sums[1]
+
+
+@triton.jit
+def store_key_gradients(head, tokens, grads, sums, side, place, weight, V: tl.constexpr):
+    """Store dk of a block of tokens, like :func:`store_token_gradients`, after multiplying its gradients by β.
+
+    ``weight`` is β, or 0 for tokens beyond the end.
+    """
+    dx_bar, dangles = grads
+    if V.gated:
+        dx_bar = scale_row(dx_bar, weight[:, None])
+        if V.need_dangles:
+            dangles = scale_row(dangles, weight[:, None])
+    _b, _h, n0, o_n, m_n = place
+    return store_token_gradients(head, tokens, (dx_bar, dangles), sums, side, (n0, o_n, m_n), V=V)
 
 
 @triton.jit
@@ -487,31 +432,41 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
     """Add the sum of q̂ doᵀ / z over tokens [begin, end) of one head to dS.
 
     With a causal mask, also add the sum of dz q̂ (or dz q̄) to dZ. ``grads`` is (dS, dZ), and ``tensors`` is
-    (q, do, scales). With a causal mask, ``scales`` is the result of :func:`point_to_scales`.
+    (q, do, scales, decay). With a causal mask, ``scales`` is the result of :func:`point_to_scales`. ``decay`` is None,
+    or log g and the head of the keys.
     """
-    q, do, scales = tensors
+    q, do, scales, decay = tensors
     dS, dZ = grads
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    q_head = locate_tensor(q, b, h, V=V)
-    do_head = locate_tensor(do, b, h, V=V)
+    q_head, do_head = locate_tensors((q, do), b, h, V=V)
+    if decay is not None:
+        logs, g = decay
+        logs = locate_decay(logs, b, g, V=V)
+        logs_before = tl.sum(tl.zeros([2], dtype=tl.float64 if V.operand == "same" else tl.float32))
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
         x = normalise_tokens(x, side, n0, o_n, V=V)
         do_block = load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V)
-        x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
+        x_bar = activate_tokens(x, m_n, TOKENS=False, V=V)
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
+        if decay is not None:
+            L, _logs_to_end, log_total = load_decay(logs, (b, g, n0, o_n, m_n), end, V=V)
+            weight = fade(logs_before + L, V=V)
+            logs_before += log_total
         if V.normalizer != "none":
             counts = map_features(x_bar, cos_sin, V=V) if V.normalizer == "encoded" else x_bar
             if V.causal:
                 p_scale, to_dz = scales
                 scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
                 dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
-                dZ = add_scaled(dZ, counts, dz)
+                dZ = add_scaled(dZ, counts, dz if decay is None else dz * weight)
             else:
                 scale, _is_free = invert_denominator(row_dot(counts, to_rows(Z)), eps, V=V)
-            x_bar = scale_row(x_bar, scale[:, None])
+            weight = scale if decay is None else weight * scale
+        if V.normalizer != "none" or decay is not None:
+            x_bar = scale_row(x_bar, weight[:, None])
         dS = add_outer_products(dS, do_block, map_features(x_bar, cos_sin, V=V), V=V)
     return dS, dZ
 
@@ -549,54 +504,46 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
     Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), ``gates`` is (β, dβ), and
     ``state`` is (dS, dZ) with dS as operands.
     """
-    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
-    k, v, dk, dv = tensors
+    sums = (empty_total(V=V), empty_weight_sums(V=V))
     gate, dgate = gates
     dS, dZ = state
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    k_head = locate_tensor(k, b, h, V=V)
-    v_head = locate_tensor(v, b, h, V=V)
-    dk_head = locate_tensor(dk, b, h, V=V)
-    dv_head = locate_tensor(dv, b, h, V=V)
+    k_head, v_head, dk_head, dv_head = locate_tensors(tensors, b, h, V=V)
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V=V)
-        v_row = move_tokens(v_head, n0, V=V)
-        x, x_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
+        place = (b, h, n0, o_n, m_n)
+        rows = (move_tokens(k_head, n0, V=V), move_tokens(v_head, n0, V=V))
+        x, x_bar, v_block, beta, cos_sin = form_keys(rows, gate, side, place, V=V)
         weight = m_n.to(ACC)  # 0 for tokens beyond the end
         if V.gated:
             weight *= beta
         dx_hat = multiply_tiles(to_operands(v_block, V=V), dS, V=V)
-        weighted_x = scale_row(x_bar, weight[:, None]) if V.gated else x_bar
-        store_values(
-            move_tokens(dv_head, n0, V=V), apply_state(map_features(weighted_x, cos_sin, V=V), dS, V=V), o_n, m_n, V=V
-        )
+        weighted_x = gate_keys(x_bar, weight, V=V)
+        dv_row = move_tokens(dv_head, n0, V=V)
+        store_values(dv_row, apply_state(map_features(weighted_x, cos_sin, V=V), dS, V=V), o_n, m_n, V=V)
         if V.normalizer == "encoded":
             dx_hat = add_scaled(dx_hat, to_rows(dZ), m_n.to(ACC))
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_scaled(dx_bar, to_rows(dZ), m_n.to(ACC))
-        if V.gated:
-            if V.need_dgate:
-                store_gate(dgate, row_dot(x_bar, dx_bar), beta, b, h, n0 + o_n, m_n)
-            dx_bar = scale_row(dx_bar, weight[:, None])
-            if V.need_dangles:
-                dangles = scale_row(dangles, weight[:, None])
-        dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, side, cos_sin, V=V)
-    return total, dweights
+        if V.need_dgate:
+            store_gate(dgate, row_dot(x_bar, dx_bar), beta, place)
+        tokens = (x, x_bar, cos_sin)
+        sums = store_key_gradients(dk_head, tokens, (dx_bar, dangles), sums, side, place, weight, V=V)
+    return sums
 
 
 @triton.jit
-def store_gate(dgate, dbeta, beta, b, h, o_n, m_n):
+def store_gate(dgate, dbeta, beta, place):
     """Store dβ for a block of tokens, with zeros where β is 0."""
+    b, h, n0, o_n, m_n = place
     p, strides = dgate
     stride_b, stride_h, stride_n = unpack_numbers(strides)
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     dbeta = tl.where(beta == 0.0, 0.0, dbeta)
-    tl.store(p + o_n.to(tl.int64) * stride_n, dbeta.to(p.dtype.element_ty), mask=m_n)
+    tl.store(p + (n0 + o_n).to(tl.int64) * stride_n, dbeta.to(p.dtype.element_ty), mask=m_n)
 
 
 # --- kernels in one pass ---------------------------------------------------------------------------------------------
@@ -614,7 +561,7 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps:
     b = pid // G
     g = pid - b * G
     k_head_tables = load_side(k_side, b, g, g, V=V)
-    S, Z = sum_keys(k, v, gate, (k_side, k_head_tables), (b, g, 0, M), V=V)
+    S, Z = sum_keys(k, v, (gate, None), (k_side, k_head_tables), (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
     Q: tl.constexpr = V if V.queries is None else V.queries
     tables, _ = load_query_side(q_side, k_head_tables, b, g, g, V=Q)
@@ -640,7 +587,7 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     g = pid - b * G
     k_head_tables = load_side(k_side, b, g, g, V=V)
     k_side = (k_side, k_head_tables)
-    S, Z = sum_keys(k, v, gate, k_side, (b, g, 0, M), V=V)
+    S, Z = sum_keys(k, v, (gate, None), k_side, (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
     Q: tl.constexpr = V if V.queries is None else V.queries
     grads = (empty_sums(V=Q), empty_total(V=Q))
@@ -655,20 +602,16 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
         store_weight_sums(side, h * batch + b, dweights, V=Q)
         grads = (dZ, total)
     dZ, total = grads
-    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-    if V.need_dangles:
-        store_total(p_partial + tl.cast(pid, tl.int64) * (J * V.num_channels), total, V=V)
+    store_total(p_partial, pid, total, V=V)
     dS = empty_state(V=V)
     for r in range(R):
         h = g * R + r
         side = (q_side, (tables, h))
-        dS, _dZ = sum_queries((q, do, None), side, Z, (dS, ()), (b, h, 0, N), eps, V=Q)
+        dS, _dZ = sum_queries((q, do, None, None), side, Z, (dS, ()), (b, h, 0, N), eps, V=Q)
     state = (to_operands(dS, V=V), sum_tokens(dZ))
     total, dweights = write_key_gradients((k, v, dk, dv), gates, k_side, state, (b, g, 0, M), V=V)
     store_weight_sums(k_side, g * batch + b, dweights, V=V)
-    if V.need_dangles:
-        row = tl.cast(tl.num_programs(0) + pid, tl.int64)
-        store_total(p_partial + row * (J * V.num_channels), total, V=V)
+    store_total(p_partial, tl.num_programs(0) + pid, total, V=V)
 
 
 # --- kernels in two passes -------------------------------------------------------------------------------------------
@@ -701,12 +644,6 @@ def locate_piece(pieces, p, heads):
 
 
 @triton.jit
-def find_state(p_state, index, row, rows, V: tl.constexpr):
-    """Return a pointer to the state of piece or slot ``index``. A row is one head of one sample."""
-    return p_state + (tl.cast(index, tl.int64) * rows + row) * V.state_size
-
-
-@triton.jit
 def point_to_piece(states, piece, row, rows, V: tl.constexpr):
     """Return pointers to S and Z of a piece.
 
@@ -715,7 +652,7 @@ def point_to_piece(states, piece, row, rows, V: tl.constexpr):
     """
     p_states, p_sums = states
     if p_sums is None:
-        p_state = find_state(p_states, piece, row, rows, V=V)
+        p_state = p_states + (tl.cast(piece, tl.int64) * rows + row) * V.state_size
         return p_state, p_state + V.v_dim * V.num_features
     else:
         row = tl.cast(row, tl.int64)
@@ -727,24 +664,35 @@ def linear_state_kernel(k, v, gate, side, states, pieces: "sizes", sizes: "sizes
     """Compute the state of each piece of the tokens. For ``states``, see :func:`point_to_piece`."""
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
-    S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
+    S, Z = sum_keys(k, v, (gate, None), (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
     p_state, p_sums = point_to_piece(states, piece, b * G + g, B * G, V=V)
+    store_state(p_state, p_sums, S, Z, V=V)
+
+
+@kernel
+def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+    """Compute the states (P, B G, D_v Ê + sums) at the end of each piece of the tokens. ``gates`` is (β, log g)."""
+    G, P, B = unpack_numbers(sizes)
+    piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
+    S, Z = sum_keys(k, v, gates, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
+    p_state, p_sums = point_to_piece((p_states, None), piece, b * G + g, B * G, V=V)
     store_state(p_state, p_sums, S, Z, V=V)
 
 
 @kernel
 def linear_output_kernel(q, o, side, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr):
     """Compute o from the state of each slot."""
-    p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     _, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    S, Z = load_slot(slots, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     write_outputs(q, o, (side, load_side(side, b, g, h, V=V)), S, Z, (b, h, begin, end), eps, V=V)
 
 
 @triton.jit
-def load_slot(p_slots, p_slot_sums, row, V: tl.constexpr):
+def load_slot(slots, row, V: tl.constexpr):
+    """Load S, as operands, and Z of a slot."""
+    p_slots, p_slot_sums = slots
     return load_state(p_slots + row * (V.v_dim * V.num_features), V=V), load_sums(p_slot_sums + row * V.num_sums, V=V)
 
 
@@ -758,22 +706,17 @@ def linear_query_gradient_kernel(
     """
     if V.early:
         launch_next_kernel()
-    p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
-    pid = tl.program_id(0)
-    piece, b, h, begin, end, slot = locate_piece(pieces, pid, (G * R, P))
+    piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    state = load_slot(slots, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     grads = (empty_sums(V=V), empty_total(V=V), empty_weight_sums(V=V))
     side = (side, load_side(side, b, g, h, V=V))
     dZ, total, dweights = write_query_gradients((q, do, dq), side, state, grads, (b, h, begin, end), eps, V=V)
     store_weight_sums(side, (h * B + b) * P + piece, dweights, V=V)
     p_dstate, p_dsums = point_to_piece(dstates, piece, b * G * R + h, B * G * R, V=V)
     store_state(p_dstate, p_dsums, (), sum_tokens(dZ), V=V)
-    if V.need_dangles:
-        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
-        store_total(p_partial + row * (J * V.num_channels), total, V=V)
+    store_total(p_partial, (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g, total, V=V)
 
 
 @triton.jit
@@ -797,8 +740,7 @@ def linear_query_state_kernel(
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     side = (side, load_side(side, b, g, h, V=V))
-    _table, numbers = pieces
-    _length, N = unpack_numbers(numbers)
+    N = unpack_numbers(pieces[1])[1]
     if V.causal:
         scales = point_to_scales(p_scales, b, h, (B, G * R), N)
         Z = ()
@@ -807,7 +749,7 @@ def linear_query_state_kernel(
         scales = ()
         Z = load_sums(p_slot_sums + (tl.cast(slot, tl.int64) * B * G + b * G + g) * V.num_sums, V=V)
         dZ = ()
-    dS, dZ = sum_queries((q, do, scales), side, Z, (empty_state(V=V), dZ), (b, h, begin, end), eps, V=V)
+    dS, dZ = sum_queries((q, do, scales, None), side, Z, (empty_state(V=V), dZ), (b, h, begin, end), eps, V=V)
     p_dstate, p_dsums = point_to_piece(dstates, piece, b * G * R + h, B * G * R, V=V)
     store_state(p_dstate, p_dsums, dS, sum_tokens(dZ), V=V)
     if V.early:
@@ -815,21 +757,37 @@ def linear_query_state_kernel(
 
 
 @kernel
+def linear_decay_query_state_kernel(
+    q, do, decay, side, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """Compute the contribution of each piece to dS and dZ before the piece, for each query head.
+
+    The layout of p_scales is described in :func:`point_to_scales`.
+    """
+    G, R, P, B = unpack_numbers(sizes)
+    piece, b, h, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G * R, P))
+    g = h // R
+    side = (side, load_side(side, b, g, h, V=V))
+    N = unpack_numbers(pieces[1])[1]
+    tensors = (q, do, point_to_scales(p_scales, b, h, (B, G * R), N), (decay, g))
+    grads = (empty_state(V=V), empty_sums(V=V))
+    dS, dZ = sum_queries(tensors, side, (), grads, (b, h, begin, end), 0.0, V=V)
+    p_dstate, p_dsums = point_to_piece((p_dstates, None), piece, b * G * R + h, B * G * R, V=V)
+    store_state(p_dstate, p_dsums, dS, sum_tokens(dZ), V=V)
+
+
+@kernel
 def linear_key_gradient_kernel(
     k, v, dk, dv, gates, side, slots, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
     """Compute dk, dv, dβ and the sums for dω from the summed gradients of the state."""
-    p_slots, p_slot_sums = slots
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
-    state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    state = load_slot(slots, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     side = (side, load_side(side, b, g, g, V=V))
     total, dweights = write_key_gradients((k, v, dk, dv), gates, side, state, (b, g, begin, end), V=V)
     store_weight_sums(side, (g * B + b) * P + piece, dweights, V=V)
-    if V.need_dangles:
-        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        row = tl.cast(piece, tl.int64) * B * G + b * G + g
-        store_total(p_partial + row * (J * V.num_channels), total, V=V)
+    store_total(p_partial, tl.cast(piece, tl.int64) * B * G + b * G + g, total, V=V)
 
 
 @triton.jit

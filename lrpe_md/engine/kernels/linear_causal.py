@@ -11,37 +11,35 @@ Names are the same as in linear.py. In addition, P is a matrix of products (toke
 import triton
 import triton.language as tl
 
-from .decay import fade, fade_pairs, fade_pairs_transposed, load_decay, locate_decay, sum_crossing
+from .decay import causal_mask, fade, fade_pairs, load_decay, locate_decay, sum_crossing
 from .features import (
+    empty_total,
     empty_weight_sums,
-    fill_rest,
     form_block_cos_sin,
     load_query_side,
-    load_row,
     load_side,
     load_values,
     locate_tensor,
+    locate_tensors,
     map_features,
     map_features_backward,
     multiply,
-    normalise_tokens,
-    store_row_gradient,
+    store_token_gradients,
+    store_total,
     store_values,
     store_weight_sums,
     to_operand,
-    to_tiles,
 )
 from .linear import (
-    activate_tokens,
-    add_angle_gradients,
     add_outer_products,
     add_scaled,
     apply_state,
     empty,
     empty_state,
     empty_sums,
-    empty_total,
     form_keys,
+    form_queries,
+    gate_keys,
     invert_denominator,
     load_slot,
     locate_piece,
@@ -50,7 +48,7 @@ from .linear import (
     point_to_scales,
     row_dot,
     store_gate,
-    store_total,
+    store_key_gradients,
     sum_columns,
     sum_tokens,
     to_operands,
@@ -85,84 +83,35 @@ def mix_tokens(P, y, total, V: tl.constexpr):
 
 
 @triton.jit
-def causal_mask(V: tl.constexpr):
-    """Return the causal mask of a block, in which each query (row) sees its own key and earlier keys (columns)."""
-    o_n = tl.arange(0, V.block_n)
-    return o_n[:, None] >= o_n[None, :]
+def mask_pairs(products, block_decay, V: tl.constexpr, KEYS_FIRST: tl.constexpr = False):
+    """Apply the causal mask, including any decay, to a block's products of queries and keys.
 
-
-@triton.jit
-def causal_mask_transposed(V: tl.constexpr):
-    """Return the transposed causal mask of a block, with keys as rows and queries as columns."""
-    o_n = tl.arange(0, V.block_n)
-    return o_n[:, None] <= o_n[None, :]
-
-
-@triton.jit
-def form_block_decay(decay, place, end, V: tl.constexpr):
-    """Return the result of :func:`load_decay` for a block of tokens, or () if there is no decay."""
+    For KEYS_FIRST, see :func:`causal_mask`.
+    """
     if V.memory == "add":
-        return load_decay(decay, place, end, V=V)
+        return products * fade_pairs(block_decay[0], V=V, KEYS_FIRST=KEYS_FIRST)
     else:
-        return ()
+        return tl.where(causal_mask(V=V, KEYS_FIRST=KEYS_FIRST), products, 0.0)
 
 
 @triton.jit
-def mask_pairs(products, block_decay, V: tl.constexpr):
-    """Apply the causal mask, including any decay, to a block's products of queries (rows) and keys (columns)."""
+def fade_from_start(x, block_decay, V: tl.constexpr, COLUMNS: tl.constexpr = False):
+    """Multiply x by the decay from the start of the block to each token, tile by tile.
+
+    x has shape (tokens, channels) or, with COLUMNS, (channels, tokens).
+    """
     if V.memory == "add":
-        L, _logs_to_end, _total = block_decay
-        return products * fade_pairs(L, V=V)
-    else:
-        return tl.where(causal_mask(V=V), products, 0.0)
-
-
-@triton.jit
-def mask_pairs_transposed(products, block_decay, V: tl.constexpr):
-    """Apply the causal mask, including any decay, to a block's products of keys (rows) and queries (columns)."""
-    if V.memory == "add":
-        L, _logs_to_end, _total = block_decay
-        return products * fade_pairs_transposed(L, V=V)
-    else:
-        return tl.where(causal_mask_transposed(V=V), products, 0.0)
-
-
-@triton.jit
-def fade_from_start(x, block_decay, V: tl.constexpr):
-    """Multiply x (tokens, channels) by the decay from the start of the block to each token, tile by tile."""
-    if V.memory == "add":
-        L, _logs_to_end, _total = block_decay
-        return scale_row(x, fade(L, V=V)[:, None])
+        factor = fade(block_decay[0], V=V)
+        return scale_row(x, factor[None, :] if COLUMNS else factor[:, None])
     else:
         return x
 
 
 @triton.jit
-def fade_columns_from_start(x, block_decay, V: tl.constexpr):
-    """Implement :func:`fade_from_start` for x (channels, tokens)."""
+def fade_to_end(x, block_decay, V: tl.constexpr, COLUMNS: tl.constexpr = False):
+    """Multiply x by the decay from each token to the end of the block, like :func:`fade_from_start`."""
     if V.memory == "add":
-        L, _logs_to_end, _total = block_decay
-        return scale_row(x, fade(L, V=V)[None, :])
-    else:
-        return x
-
-
-@triton.jit
-def fade_to_end(x, block_decay, V: tl.constexpr):
-    """Multiply x by the decay from each token to the end of the block, tile by tile."""
-    if V.memory == "add":
-        _L, logs_to_end, _total = block_decay
-        return scale_row(x, fade(logs_to_end, V=V)[:, None])
-    else:
-        return x
-
-
-@triton.jit
-def fade_columns_to_end(x, block_decay, V: tl.constexpr):
-    """Implement :func:`fade_to_end` for x (channels, tokens)."""
-    if V.memory == "add":
-        _L, logs_to_end, _total = block_decay
-        return scale_row(x, fade(logs_to_end, V=V)[None, :])
+        return fade_from_start(x, block_decay[1:], V=V, COLUMNS=COLUMNS)
     else:
         return x
 
@@ -171,23 +120,32 @@ def fade_columns_to_end(x, block_decay, V: tl.constexpr):
 def fade_state(S, block_decay, V: tl.constexpr):
     """Multiply S by the decay of the whole block."""
     if V.memory == "add":
-        _L, _logs_to_end, total = block_decay
-        return scale_row(S, fade(total, V=V))
+        return scale_row(S, fade(block_decay[2], V=V))
     else:
         return S
 
 
 @triton.jit
+def broadcast_sums(Z, like):
+    """Broadcast Z to all tokens, tile by tile."""
+    result = ()
+    for i in tl.static_range(len(Z)):
+        result += (tl.broadcast_to(Z[i][None, :], [like[i].shape[0], like[i].shape[1]]),)
+    return result
+
+
+@triton.jit
 def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
-    """Return Z at each token, as :func:`sum_causal` does, but including any decay."""
+    """Return Z (tokens, channels) at each token: the sum over earlier tokens and the token itself, with any decay."""
     if V.memory == "add":
-        L, _logs_to_end, _total = block_decay
-        pairs = fade_pairs(L, V=V)
-        return add_rows(
-            mix_exactly(pairs, counts, V=V), fade_from_start(broadcast_sums(counts, Z, V=V), block_decay, V=V)
-        )
+        sums = mix_exactly(fade_pairs(block_decay[0], V=V), counts, V=V)
+        return add_rows(sums, fade_from_start(broadcast_sums(Z, counts), block_decay, V=V))
     else:
-        return sum_causal(counts, Z, causal_mask(V=V), V=V)
+        sums = mix_exactly(causal_mask(V=V).to(tl.float64 if V.wide else tl.float32), counts, V=V)
+        result = ()
+        for i in tl.static_range(len(sums)):
+            result += (sums[i] + Z[i][None, :],)
+        return result
 
 
 @triton.jit
@@ -196,10 +154,9 @@ def form_denominator(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
     if V.normalizer == "encoded" and V.operand != "same":  # features cancel
         return row_dot(q_counts, sum_normalizer(k_counts, Z, block_decay, V=V))
     else:
-        before = row_dot(q_counts, broadcast_sums(q_counts, Z, V=V))
+        before = row_dot(q_counts, broadcast_sums(Z, q_counts))
         if V.memory == "add":
-            L, _logs_to_end, _total = block_decay
-            before = before * fade(L, V=V)
+            before = before * fade(block_decay[0], V=V)
         return before + tl.sum(mask_pairs(multiply_tokens(q_counts, k_counts, V=V), block_decay, V=V), axis=1)
 
 
@@ -207,56 +164,27 @@ def form_denominator(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
 def mix_exactly(pairs, counts, V: tl.constexpr):
     """Multiply pairs, of shape (tokens, tokens), by counts.
 
-    Correct for the error from rounding both factors to operands.
+    Encoded features partly cancel in z, which would amplify rounding errors. So the errors from rounding these features
+    to operands are added back. With a decay, so are the errors from rounding either factor.
     """
     sums = ()
     for i in tl.static_range(len(counts)):
         sums += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
-    if V.operand != "same":
+    if V.operand != "same" and (V.memory == "add" or V.normalizer == "encoded"):
         remainders = ()
         for i in tl.static_range(len(counts)):
             remainders += (counts[i] - to_operand(counts[i], V=V).to(tl.float32),)
         sums = mix_tokens(pairs, remainders, sums, V=V)
-        sums = mix_tokens(pairs - to_operand(pairs, V=V).to(tl.float32), counts, sums, V=V)
+        if V.memory == "add":
+            sums = mix_tokens(pairs - to_operand(pairs, V=V).to(tl.float32), counts, sums, V=V)
     return mix_tokens(pairs, counts, sums, V=V)
 
 
 @triton.jit
-def sum_causal(counts, Z, tri, V: tl.constexpr):
-    """Return Z (tokens, channels) at each token: the sum over all earlier tokens and the token itself.
-
-    Encoded features partly cancel in z, which would amplify rounding errors. So the errors from rounding these features
-    to operands are added back.
-    """
-    ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
-    tri = tri.to(ACC)
-    sums = ()
-    for i in tl.static_range(len(counts)):
-        sums += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
-    if V.normalizer == "encoded" and V.operand != "same":
-        remainders = ()
-        for i in tl.static_range(len(counts)):
-            remainders += (counts[i] - to_operand(counts[i], V=V).to(ACC),)
-        sums = mix_tokens(tri, remainders, sums, V=V)
-    sums = mix_tokens(tri, counts, sums, V=V)
-    result = ()
-    for i in tl.static_range(len(sums)):
-        result += (sums[i] + Z[i][None, :],)
-    return result
-
-
-@triton.jit
-def activate_queries(q_head, side, n0, o_n, m_n, V: tl.constexpr):
-    """Return norm(q) and q̄ of tokens n0 + o_n."""
-    x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
-    x = normalise_tokens(x, side, n0, o_n, V=V)
-    return x, fill_rest(activate_tokens(x, V=V), m_n, TOKENS=True, V=V)
-
-
-@triton.jit
-def form_queries(q_head, side, k_cos_sin, n0, o_n, m_n, V: tl.constexpr):
-    """Return norm(q), q̄, q̂, and cos and sin of tokens n0 + o_n. With V.one_side, q uses k's cos and sin."""
-    x, x_bar = activate_queries(q_head, side, n0, o_n, m_n, V=V)
+def map_queries(q_head, side, k_cos_sin, place, V: tl.constexpr):
+    """Return norm(q), q̄, q̂, and cos and sin of a block of tokens. With V.one_side, q uses k's cos and sin."""
+    x, x_bar = form_queries(q_head, side, place, TOKENS=True, V=V)
+    _b, _h, n0, o_n, _m_n = place
     cos_sin = k_cos_sin
     if not V.one_side:
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
@@ -264,22 +192,13 @@ def form_queries(q_head, side, k_cos_sin, n0, o_n, m_n, V: tl.constexpr):
 
 
 @triton.jit
-def load_state_before(p_slots, p_slot_sums, row, V: tl.constexpr):
+def load_state_before(slots, row, V: tl.constexpr):
     """Load S and Z of the tokens before a piece, or return zeros if V.has_state is False."""
     if V.has_state:
-        S, Z = load_slot(p_slots, p_slot_sums, row, V=V)
+        S, Z = load_slot(slots, row, V=V)
         return add_rows(empty_state(V=V), S), Z
     else:
         return empty_state(V=V), sum_tokens(empty_sums(V=V))
-
-
-@triton.jit
-def gate_keys(k_bar, beta, V: tl.constexpr):
-    """Return β k̄."""
-    if V.gated:
-        return scale_row(k_bar, beta[:, None])
-    else:
-        return k_bar
 
 
 @triton.jit
@@ -290,16 +209,16 @@ def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
     """
     S = to_operands(S, V=V)
     if V.output_transposed:  # tokens are columns throughout, so no accumulator changes its layout
-        products = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), block_decay, V=V)
+        products = mask_pairs(multiply_tokens(k_hat, q_hat, V=V), block_decay, V=V, KEYS_FIRST=True)
         values = tl.trans(v_block[0])
-        values_before = fade_columns_from_start(sum_columns(q_hat, S, V=V), block_decay, V=V)
+        values_before = fade_from_start(sum_columns(q_hat, S, V=V), block_decay, V=V, COLUMNS=True)
         return (tl.trans(multiply(values, to_operand(products, V=V), values_before[0], V=V)),)
     else:
         products = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), block_decay, V=V)
         if V.raw:  # q̂ is in shared memory
             values_before = fade_from_start(apply_state(q_hat, S, V=V), block_decay, V=V)
         else:
-            values_before = transpose_tiles(fade_columns_from_start(sum_columns(q_hat, S, V=V), block_decay, V=V))
+            values_before = transpose_tiles(fade_from_start(sum_columns(q_hat, S, V=V), block_decay, V=V, COLUMNS=True))
         products = to_operand(products, V=V)
         out = ()
         for i in tl.static_range(len(v_block)):
@@ -337,31 +256,10 @@ def store_running_sums(p_sums, sums, place, sizes, V: tl.constexpr):
 
 
 @triton.jit
-def load_denominators(p_z, queries, sizes):
-    """Load z of ``queries``, which is (sample, head, tokens, mask). ``sizes`` is (B, H_q, N)."""
-    b, h, n, m_n = queries
-    B, H, N = sizes
-    p_z_head, _to_dz = point_to_scales(p_z, b, h, (B, H), N)
+def load_denominators(p_z, b, h, n, m_n, heads, N):
+    """Load z of tokens n of a head. ``heads`` and N are for :func:`point_to_scales`."""
+    p_z_head, _to_dz = point_to_scales(p_z, b, h, heads, N)
     return tl.load(p_z_head + n, mask=m_n, other=0.0)
-
-
-@triton.jit
-def find_normalizer(sums, counts, Z, block_decay, places, sizes, V: tl.constexpr):
-    """Return z of a block's queries, and Z at each token. Load them if V.has_normalizer_kernels is set.
-
-    Otherwise, compute them from the counts. ``sums`` has the pointers to z and Z, and ``counts`` has the features of q
-    and k. ``places`` and ``sizes`` are for :func:`load_denominators` and :func:`load_running_sums`.
-    """
-    if V.has_normalizer_kernels:
-        p_z, p_sums = sums
-        queries, place = places
-        B, H, G, N = sizes
-        z = load_denominators(p_z, queries, (B, H, N))
-        return z, load_running_sums(p_sums, place, (G, N), V=V)
-    else:
-        q_counts, k_counts = counts
-        Z_of_tokens = sum_normalizer(k_counts, Z, block_decay, V=V)
-        return row_dot(q_counts, Z_of_tokens), Z_of_tokens
 
 
 @kernel
@@ -373,33 +271,29 @@ def linear_causal_normalizer_kernel(
     One program handles a piece of a key head's tokens. ``tensors`` is (q, k, v). v is not read.
     """
     q, k, v = tensors
-    p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack_numbers(sizes)
-    _table, numbers = pieces
-    _length, N = unpack_numbers(numbers)
+    N = unpack_numbers(pieces[1])[1]
     _piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
-    _S, Z = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    _S, Z = load_state_before(slots, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_tables, _ = load_query_side(q_side, k_side[1], b, g, g, V=V)
     o_n = tl.arange(0, V.block_n)
-    k_head = locate_tensor(k, b, g, V=V)
-    v_head = locate_tensor(v, b, g, V=V)
+    k_head, v_head = locate_tensors((k, v), b, g, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V=V)
-        v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        _k, k_bar, _v, beta, _cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
+        rows = (move_tokens(k_head, n0, V=V), move_tokens(v_head, n0, V=V))
+        _k, k_bar, _v, beta, _cos_sin = form_keys(rows, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
-        Z_of_tokens = sum_causal(k_bar, Z, causal_mask(V=V), V=V)
+        Z_of_tokens = sum_normalizer(k_bar, Z, (), V=V)
         if V.backward:
             store_running_sums(p_sums, Z_of_tokens, place, (G, N), V=V)
         Z = add_rows(Z, sum_tokens(k_bar))
         for r in range(R):
             h = g * R + r
             q_head = locate_tensor(q, b, h, V=V)
-            _x, q_bar = activate_queries(q_head, (q_side, (q_tables, h)), n0, o_n, m_n, V=V)
+            _x, q_bar = form_queries(q_head, (q_side, (q_tables, h)), (b, h, n0, o_n, m_n), TOKENS=True, V=V)
             z = row_dot(q_bar, Z_of_tokens)
             tl.store(p_z + (tl.cast(b, tl.int64) * G * R + h) * N + n0 + o_n, z, mask=m_n)
 
@@ -409,26 +303,24 @@ def linear_causal_normalizer_gradient_kernel(
     q, side, slots, p_scales, p_sums, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
     """Store dZ at each token: the sum of dz q̄ over the queries at and after it. p_scales has dz."""
-    p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
-    _table, numbers = pieces
-    _length, N = unpack_numbers(numbers)
+    N = unpack_numbers(pieces[1])[1]
     _piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
-    _dS, dZ = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    _dS, dZ = load_state_before(slots, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     tables, _ = load_side(side, b, g, g, V=V)
     o_n = tl.arange(0, V.block_n)
     blocks = tl.cdiv(end - begin, V.block_n)
     for i in tl.range(0, blocks, num_stages=V.stages):
         n0 = begin + (blocks - 1 - i) * V.block_n
         m_n = n0 + o_n < end
-        sums = broadcast_sums(empty_sums(V=V), dZ, V=V)
+        sums = broadcast_sums(dZ, empty_sums(V=V))
         for r in range(R):
             h = g * R + r
             q_head = locate_tensor(q, b, h, V=V)
-            _x, q_bar = activate_queries(q_head, (side, (tables, h)), n0, o_n, m_n, V=V)
+            _x, q_bar = form_queries(q_head, (side, (tables, h)), (b, h, n0, o_n, m_n), TOKENS=True, V=V)
             p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
             counts = scale_row(q_bar, tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)[:, None])
-            sums = mix_tokens(causal_mask_transposed(V=V).to(counts[0].dtype), counts, sums, V=V)
+            sums = mix_tokens(causal_mask(V=V, KEYS_FIRST=True).to(counts[0].dtype), counts, sums, V=V)
             dZ = add_rows(dZ, sum_tokens(counts))
         store_running_sums(p_sums, sums, (b, g, n0, o_n, m_n), (G, N), V=V)
 
@@ -445,34 +337,30 @@ def linear_causal_forward_kernel(
     With V.has_normalizer_kernels, p_z is the output of :func:`linear_causal_normalizer_kernel`.
     """
     gate, decay = gates
-    p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack_numbers(sizes)
-    _table, numbers = pieces
-    _length, N = unpack_numbers(numbers)
+    N = unpack_numbers(pieces[1])[1]
     _piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    S, Z = load_state_before(slots, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
-    k_head = locate_tensor(k, b, g, V=V)
-    v_head = locate_tensor(v, b, g, V=V)
+    k_head, v_head = locate_tensors((k, v), b, g, V=V)
     o_head = locate_tensor(o, b, h, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V=V)
-        v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        block_decay = form_block_decay(decay, place, end, V=V)
-        _k, k_bar, v_block, beta, k_cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
+        rows = (move_tokens(k_head, n0, V=V), move_tokens(v_head, n0, V=V))
+        block_decay = load_decay(decay, place, end, V=V)
+        _k, k_bar, v_block, beta, k_cos_sin = form_keys(rows, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
-        _x, q_bar, q_hat, _q_cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
+        _x, q_bar, q_hat, _q_cos_sin = map_queries(q_head, q_side, k_cos_sin, (b, h, n0, o_n, m_n), V=V)
         if V.has_normalizer_kernels:
-            z = load_denominators(p_z, (b, h, n0 + o_n, m_n), (B, G * R, N))
+            z = load_denominators(p_z, b, h, n0 + o_n, m_n, (B, G * R), N)
             scale, _is_free = invert_denominator(z, eps, V=V)
         elif V.normalizer != "none":  # computed before the outputs occupy registers
             k_counts = normalizer_features(k_bar, k_hat, V=V)
@@ -501,36 +389,31 @@ def linear_causal_query_kernel(
     """
     gate, decay = gates
     q, k, v, do, dq = tensors
-    p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack_numbers(sizes)
-    _table, numbers = pieces
-    _length, N = unpack_numbers(numbers)
+    N = unpack_numbers(pieces[1])[1]
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    S, Z = load_state_before(slots, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
-    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
+    program_sums = (empty_total(V=V), empty_weight_sums(V=V))
     decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
-    k_head = locate_tensor(k, b, g, V=V)
-    v_head = locate_tensor(v, b, g, V=V)
-    do_head = locate_tensor(do, b, h, V=V)
-    dq_head = locate_tensor(dq, b, h, V=V)
+    k_head, v_head = locate_tensors((k, v), b, g, V=V)
+    do_head, dq_head = locate_tensors((do, dq), b, h, V=V)
     p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V=V)
-        v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        block_decay = form_block_decay(decay, place, end, V=V)
-        _k, k_bar, v_block, beta, k_cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
+        rows = (move_tokens(k_head, n0, V=V), move_tokens(v_head, n0, V=V))
+        block_decay = load_decay(decay, place, end, V=V)
+        _k, k_bar, v_block, beta, k_cos_sin = form_keys(rows, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
         v_block = to_operands(v_block, V=V)
-        x, q_bar, q_hat, cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
+        x, q_bar, q_hat, cos_sin = map_queries(q_head, q_side, k_cos_sin, (b, h, n0, o_n, m_n), V=V)
         do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         products = mask_pairs(multiply_tokens(do_block, v_block, V=V), block_decay, V=V)
         dx_hat = fade_from_start(multiply_tiles(do_block, to_operands(S, V=V), V=V), block_decay, V=V)  # without 1/z
@@ -542,9 +425,12 @@ def linear_causal_query_kernel(
         if V.normalizer != "none":
             q_counts = normalizer_features(q_bar, q_hat, V=V)
             k_counts = normalizer_features(k_bar, k_hat, V=V)
-            places = ((b, h, n0 + o_n, m_n), place)
-            counts = (q_counts, k_counts)
-            z, Z_of_tokens = find_normalizer(sums, counts, Z, block_decay, places, (B, G * R, G, N), V=V)
+            if V.has_normalizer_kernels:
+                z = load_denominators(sums[0], b, h, n0 + o_n, m_n, (B, G * R), N)
+                Z_of_tokens = load_running_sums(sums[1], place, (G, N), V=V)
+            else:
+                Z_of_tokens = sum_normalizer(k_counts, Z, block_decay, V=V)
+                z = row_dot(q_counts, Z_of_tokens)
             scale, is_free = invert_denominator(z, eps, V=V)
             dz = tl.where(is_free, -scale * scale * row_dot(q_bar, dx_bar), 0.0)
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
@@ -557,7 +443,7 @@ def linear_causal_query_kernel(
                 if V.need_dangles:
                     dangles = scale_row(dangles, scale[:, None])
             if V.need_ddecay:
-                Z_before = fade_from_start(broadcast_sums(q_counts, Z, V=V), block_decay, V=V)
+                Z_before = fade_from_start(broadcast_sums(Z, q_counts), block_decay, V=V)
                 from_state = from_state * scale + dz * row_dot(q_counts, Z_before)
                 count_products = mask_pairs(multiply_tokens(q_counts, k_counts, V=V), block_decay, V=V)
                 crossing = crossing * scale[:, None] + count_products * dz[:, None]
@@ -566,14 +452,12 @@ def linear_causal_query_kernel(
         if V.need_ddecay:
             tl.store(p_scale + 2 * to_dz + n0 + o_n, from_state, mask=m_n)
             tl.store(p_scale + 3 * to_dz + n0 + o_n, sum_crossing(crossing, V=V), mask=m_n)
-        dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, q_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, q_side, cos_sin, V=V)
+        program_sums = store_token_gradients(
+            dq_head, (x, q_bar, cos_sin), (dx_bar, dangles), program_sums, q_side, (n0, o_n, m_n), V=V
+        )
         S = add_outer_products(fade_state(S, block_decay, V=V), v_block, fade_to_end(k_hat, block_decay, V=V), V=V)
-    store_weight_sums(q_side, (h * B + b) * P + piece, dweights, V=V)
-    if V.need_dangles:
-        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        row = (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g
-        store_total(p_partial + row * (J * V.num_channels), total, V=V)
+    store_weight_sums(q_side, (h * B + b) * P + piece, program_sums[1], V=V)
+    store_total(p_partial, (tl.cast(piece, tl.int64) * R + (h - g * R)) * B * G + b * G + g, program_sums[0], V=V)
 
 
 @triton.jit
@@ -585,9 +469,8 @@ def load_queries(tensors, side, k_cos_sin, scales, place, V: tl.constexpr):
     q, do = tensors
     p_scales, heads, N = scales
     b, h, n0, o_n, m_n = place
-    q_head = locate_tensor(q, b, h, V=V)
-    do_head = locate_tensor(do, b, h, V=V)
-    _k, q_bar, q_hat, _q_cos_sin = form_queries(q_head, side, k_cos_sin, n0, o_n, m_n, V=V)
+    q_head, do_head = locate_tensors((q, do), b, h, V=V)
+    _k, q_bar, q_hat, _q_cos_sin = map_queries(q_head, side, k_cos_sin, (b, h, n0, o_n, m_n), V=V)
     do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
     q_counts = ()
     if V.normalizer != "none":
@@ -621,7 +504,7 @@ def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
 def begin_values(k_hat, dS, block_decay, V: tl.constexpr):
     """Return the contribution of later blocks to dv, as tiles (tokens, D_v), or (D_v, tokens) if V.single_layout."""
     if V.single_layout:
-        return fade_columns_to_end(sum_columns(k_hat, dS, V=V), block_decay, V=V)
+        return fade_to_end(sum_columns(k_hat, dS, V=V), block_decay, V=V, COLUMNS=True)
     else:
         return fade_to_end(apply_state(k_hat, dS, V=V), block_decay, V=V)
 
@@ -634,7 +517,7 @@ def add_to_values(dv_block, k_hat, queries, block_decay, V: tl.constexpr):
         weights = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), block_decay, V=V)
         return (multiply(tl.trans(do_block[0]), to_operand(weights, V=V), dv_block[0], V=V),)
     else:
-        weights = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), block_decay, V=V)
+        weights = mask_pairs(multiply_tokens(k_hat, q_hat, V=V), block_decay, V=V, KEYS_FIRST=True)
         weights = to_operand(weights, V=V)
         new_dv = ()
         for i in tl.static_range(len(do_block)):
@@ -643,36 +526,18 @@ def add_to_values(dv_block, k_hat, queries, block_decay, V: tl.constexpr):
 
 
 @triton.jit
-def store_value_gradients(row, dv_block, o_n, m_n, V: tl.constexpr):
-    """Store dv of a block of keys."""
-    if V.single_layout:
-        store_values(row, transpose_tiles(dv_block), o_n, m_n, V=V)
-    else:
-        store_values(row, dv_block, o_n, m_n, V=V)
-
-
-@triton.jit
 def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
     """Add the contribution of queries in the same block to dk̂ and to the gradient through the normaliser."""
     dx_hat, dcounts = grads
     q_hat, q_counts, do_block = queries
-    products = mask_pairs_transposed(multiply_tokens(v_block, do_block, V=V), block_decay, V=V)
+    products = mask_pairs(multiply_tokens(v_block, do_block, V=V), block_decay, V=V, KEYS_FIRST=True)
     if V.normalizer != "none" and not V.has_normalizer_kernels:
         if V.memory == "add":
-            L, _logs_to_end, _total = block_decay
-            dcounts = add_rows(dcounts, mix_exactly(fade_pairs_transposed(L, V=V), q_counts, V=V))
+            pairs = fade_pairs(block_decay[0], V=V, KEYS_FIRST=True)
+            dcounts = add_rows(dcounts, mix_exactly(pairs, q_counts, V=V))
         else:
-            dcounts = mix_tokens(causal_mask_transposed(V=V).to(products.dtype), q_counts, dcounts, V=V)
+            dcounts = mix_tokens(causal_mask(V=V, KEYS_FIRST=True).to(products.dtype), q_counts, dcounts, V=V)
     return mix_tokens(products, q_hat, dx_hat, V=V), dcounts
-
-
-@triton.jit
-def finish_counts(dcounts, p_sums, place, sizes, V: tl.constexpr):
-    """Return the gradient through the normaliser: dcounts or, with V.has_normalizer_kernels, dZ at each token."""
-    if V.has_normalizer_kernels:
-        return load_running_sums(p_sums, place, sizes, V=V)
-    else:
-        return dcounts
 
 
 @triton.jit
@@ -697,32 +562,26 @@ def linear_causal_key_kernel(
     """
     q, k, v, do, dk, dv = tensors
     gate, dgate, decay, products_of_keys = gates
-    p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack_numbers(sizes)
-    _table, numbers = pieces
-    _length, N = unpack_numbers(numbers)
+    N = unpack_numbers(pieces[1])[1]
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
-    dS, dZ = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    dS, dZ = load_state_before(slots, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_head_tables = load_query_side(q_side, k_side[1], b, g, g, V=V)
     q_tables, _ = q_head_tables
-    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
+    sums = (empty_total(V=V), empty_weight_sums(V=V))
     decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
-    k_head = locate_tensor(k, b, g, V=V)
-    v_head = locate_tensor(v, b, g, V=V)
-    dk_head = locate_tensor(dk, b, g, V=V)
-    dv_head = locate_tensor(dv, b, g, V=V)
+    k_head, v_head, dk_head, dv_head = locate_tensors((k, v, dk, dv), b, g, V=V)
     blocks = tl.cdiv(end - begin, V.block_n)
     for i in tl.range(0, blocks, num_stages=V.stages):
         n0 = begin + (blocks - 1 - i) * V.block_n
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V=V)
-        v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        block_decay = form_block_decay(decay, place, end, V=V)
-        x, x_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
+        rows = (move_tokens(k_head, n0, V=V), move_tokens(v_head, n0, V=V))
+        block_decay = load_decay(decay, place, end, V=V)
+        x, x_bar, v_block, beta, cos_sin = form_keys(rows, gate, k_side, place, V=V)
         k_bar = gate_keys(x_bar, beta, V=V)
         k_hat = map_features(k_bar, cos_sin, V=V)
         keys = (k_hat, k_bar)
@@ -730,12 +589,13 @@ def linear_causal_key_kernel(
         operands = to_operands(dS, V=V)
         scales = (p_scales, (B, G * R), N)
         dv_row = move_tokens(dv_head, n0, V=V)
-        dcounts = fade_to_end(broadcast_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), block_decay, V=V)
+        dcounts = fade_to_end(broadcast_sums(dZ, normalizer_features(x_bar, k_hat, V=V)), block_decay, V=V)
         dS, dZ = fade_state(dS, block_decay, V=V), fade_state(dZ, block_decay, V=V)
         if V.has_no_gqa:  # finish dv before starting dk
             queries = load_queries((q, do), (q_side, q_head_tables), cos_sin, scales, place, V=V)
             dv_block = add_to_values(begin_values(k_hat, operands, block_decay, V=V), k_hat, queries, block_decay, V=V)
-            store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
+            dv_block = transpose_tiles(dv_block) if V.single_layout else dv_block
+            store_values(dv_row, dv_block, o_n, m_n, V=V)
             dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), block_decay, V=V)
             store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
             dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, block_decay, V=V)
@@ -750,33 +610,20 @@ def linear_causal_key_kernel(
                 dv_block = add_to_values(dv_block, k_hat, queries, block_decay, V=V)
                 dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, block_decay, V=V)
                 dS, dZ = add_to_state((dS, dZ), queries, block_decay, V=V)
-            store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
+            dv_block = transpose_tiles(dv_block) if V.single_layout else dv_block
+            store_values(dv_row, dv_block, o_n, m_n, V=V)
         if V.normalizer == "encoded":
             dx_hat = add_rows(dx_hat, dcounts)
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer == "unrotated":
-            dx_bar = add_rows(dx_bar, finish_counts(dcounts, p_sums, place, (G, N), V=V))
+            if V.has_normalizer_kernels:
+                dcounts = load_running_sums(p_sums, place, (G, N), V=V)
+            dx_bar = add_rows(dx_bar, dcounts)
         if V.need_dweight and V.has_bias:  # dcounts is not 0 for tokens beyond the end
             dx_bar = scale_row(dx_bar, m_n.to(dx_bar[0].dtype)[:, None])
-        if V.gated:
-            if V.need_dgate:
-                store_gate(dgate, row_dot(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
-            dx_bar = scale_row(dx_bar, beta[:, None])
-            if V.need_dangles:
-                dangles = scale_row(dangles, beta[:, None])
-        dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, k_side, cos_sin, V=V)
-    store_weight_sums(k_side, (g * B + b) * P + piece, dweights, V=V)
-    if V.need_dangles:
-        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        row = tl.cast(piece, tl.int64) * B * G + b * G + g
-        store_total(p_partial + row * (J * V.num_channels), total, V=V)
-
-
-@triton.jit
-def broadcast_sums(like, Z, V: tl.constexpr):
-    """Broadcast Z to all tokens, tile by tile."""
-    result = ()
-    for i in tl.static_range(len(Z)):
-        result += (tl.broadcast_to(Z[i][None, :], [like[i].shape[0], like[i].shape[1]]).to(like[i].dtype),)
-    return result
+        if V.need_dgate:
+            store_gate(dgate, row_dot(x_bar, dx_bar), beta, place)
+        tokens = (x, x_bar, cos_sin)
+        sums = store_key_gradients(dk_head, tokens, (dx_bar, dangles), sums, k_side, place, beta, V=V)
+    store_weight_sums(k_side, (g * B + b) * P + piece, sums[1], V=V)
+    store_total(p_partial, tl.cast(piece, tl.int64) * B * G + b * G + g, sums[0], V=V)

@@ -12,18 +12,19 @@ import triton
 import triton.language as tl
 
 from .features import (
+    empty_total,
     empty_weight_sums,
-    fill_rest,
     form_block_cos_sin,
     load_gate,
     load_row,
     load_side,
     locate_tensor,
+    locate_tensors,
     map_features,
     map_features_backward,
     multiply,
     normalise_tokens,
-    store_row_gradient,
+    store_total,
     store_values,
     store_weight_sums,
     to_operand,
@@ -32,20 +33,19 @@ from .features import (
 )
 from .linear import (
     activate_tokens,
-    add_angle_gradients,
     add_scaled,
     apply_state,
     empty,
-    empty_total,
-    find_normalizer_channels,
+    find_features,
     form_keys,
+    gate_keys,
     load_slot,
     load_sums,
     locate_piece,
     multiply_tiles,
     row_dot,
     store_gate,
-    store_total,
+    store_key_gradients,
     to_operands,
     to_rows,
 )
@@ -65,7 +65,7 @@ def form_weighted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.co
         beta = load_gate(gate, b, h, n0 + o_n, m_n, V=V)
         k = zero_gated_tokens(k, beta)
     k = normalise_tokens(k, side, n0, o_n, V=V)
-    x = fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V)
+    x = activate_tokens(k, m_n, TOKENS=True, V=V)
     if not COUNTS:
         x = map_features(x, form_block_cos_sin(side, n0, o_n, V=V), V=V)
     if V.gated:
@@ -75,25 +75,15 @@ def form_weighted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.co
 
 
 @triton.jit
-def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Return zero-filled tiles for column tile r of A, one for each row tile."""
-    A = ()
-    if COUNTS:
-        for i in tl.static_range(len(V.sum_blocks)):
-            A += (empty(ROWS=V.sum_blocks[i], COLUMNS=V.sum_blocks[r], V=V),)
-    else:
-        for i in tl.static_range(len(V.feature_blocks)):
-            A += (empty(ROWS=V.feature_blocks[i], COLUMNS=V.feature_blocks[r], V=V),)
-    return A
-
-
-@triton.jit
 def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
     """Compute column tile r of A from tokens [begin, end) of one head."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, h, V=V)
-    A = empty_columns(r=r, COUNTS=COUNTS, V=V)
+    BLOCKS: tl.constexpr = V.sum_blocks if COUNTS else V.feature_blocks
+    A = ()  # one tile for each row tile
+    for i in tl.static_range(len(BLOCKS)):
+        A += (empty(ROWS=BLOCKS[i], COLUMNS=BLOCKS[r], V=V),)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         place = (b, h, n0, o_n, n0 + o_n < end)
         x, weighted = form_weighted_keys(k_head, gate, side, place, COUNTS=COUNTS, V=V)
@@ -103,19 +93,6 @@ def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constex
             new_A += (multiply(tl.trans(to_operand(weighted[i], V=V)), column, A[i], V=V),)
         A = new_A
     return A
-
-
-@triton.jit
-def find_features(i: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Return the channel indices (1, channels) of tile i of k̂, and their mask.
-
-    With COUNTS, the tile belongs to the normaliser's features.
-    """
-    if COUNTS:
-        return find_normalizer_channels(i=i, V=V)
-    else:
-        o_e = tl.arange(0, V.feature_blocks[i])[None, :]
-        return V.feature_begins[i] + o_e, o_e < V.feature_widths[i]
 
 
 @triton.jit
@@ -214,10 +191,8 @@ def store_block_state(slots, index, S, o_r, width, is_sums, V: tl.constexpr):
 @triton.jit
 def empty_rows(V: tl.constexpr):
     """Return zero-filled column tiles for V.block_r rows of Sᵀ."""
-    S = ()
-    for _ in tl.static_range((V.width + V.block_c - 1) // V.block_c):
-        S += (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),)
-    return S
+    TILES: tl.constexpr = (V.width + V.block_c - 1) // V.block_c
+    return (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),) * TILES
 
 
 @triton.jit
@@ -462,22 +437,18 @@ def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
     Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
     ``grads`` is (dS, dZ, M, p_vectors), with dS as operands. p_vectors points to the pairs of :func:`apply_vectors`.
     """
-    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
-    k, v, dk, dv = tensors
+    sums = (empty_total(V=V), empty_weight_sums(V=V))
     gate, dgate = gates
     dS, dZ, M, p_vectors = grads
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
-    k_head = locate_tensor(k, b, h, V=V)
-    v_head = locate_tensor(v, b, h, V=V)
-    dk_head = locate_tensor(dk, b, h, V=V)
-    dv_head = locate_tensor(dv, b, h, V=V)
+    k_head, v_head, dk_head, dv_head = locate_tensors(tensors, b, h, V=V)
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
-        k_row = move_tokens(k_head, n0, V=V)
-        v_row = move_tokens(v_head, n0, V=V)
-        x, x_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
+        place = (b, h, n0, o_n, m_n)
+        rows = (move_tokens(k_head, n0, V=V), move_tokens(v_head, n0, V=V))
+        x, x_bar, v_block, beta, cos_sin = form_keys(rows, gate, side, place, V=V)
         weight = m_n.to(ACC)  # 0 for tokens beyond the end
         x_hat = map_features(x_bar, cos_sin, V=V)
         from_state = multiply_tiles(to_operands(v_block, V=V), dS, V=V)
@@ -492,21 +463,17 @@ def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
                 dbeta = row_dot(x_hat, from_state) + 0.5 * row_dot(x_hat, from_transition)
                 if V.normalizer == "unrotated":
                     dbeta += row_dot(broadcast_rows(to_rows(dZ), x_bar), x_bar) + 0.5 * row_dot(x_bar, vectors)
-                store_gate(dgate, dbeta, beta, b, h, n0 + o_n, m_n)
+                store_gate(dgate, dbeta, beta, place)
             weight *= beta
-        weighted_x = scale_row(x_hat, weight[:, None]) if V.gated else x_hat
+        weighted_x = gate_keys(x_hat, weight, V=V)
         store_values(move_tokens(dv_head, n0, V=V), apply_state(weighted_x, dS, V=V), o_n, m_n, V=V)
         dx_hat = add_rows(from_state, from_transition)
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_rows(add_scaled(dx_bar, to_rows(dZ), m_n.to(ACC)), vectors)
-        if V.gated:
-            dx_bar = scale_row(dx_bar, weight[:, None])
-            if V.need_dangles:
-                dangles = scale_row(dangles, weight[:, None])
-        dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, side, cos_sin, V=V)
-    return total, dweights
+        tokens = (x, x_bar, cos_sin)
+        sums = store_key_gradients(dk_head, tokens, (dx_bar, dangles), sums, side, place, weight, V=V)
+    return sums
 
 
 @kernel
@@ -517,12 +484,11 @@ def linear_memory_key_kernel(
 
     ``tensors`` is (k, v, dk, dv), ``slots`` is (dS, dZ) of each block, and ``matrices`` is (M, vectors).
     """
-    p_slots, p_slot_sums = slots
     p_matrices, p_vectors = matrices
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
     row = tl.cast(slot, tl.int64) * B * G + b * G + g
-    dS, dZ = load_slot(p_slots, p_slot_sums, row, V=V)
+    dS, dZ = load_slot(slots, row, V=V)
     M = load_matrix(p_matrices + row * (V.num_features * V.num_features), V=V)
     if p_vectors is not None:
         p_vectors += row * (2 * V.num_scans * V.num_sums)
@@ -530,7 +496,4 @@ def linear_memory_key_kernel(
     grads = (dS, dZ, M, p_vectors)
     total, dweights = write_delta_gradients(tensors, gates, side, grads, (b, g, begin, end), V=V)
     store_weight_sums(side, (g * B + b) * P + piece, dweights, V=V)
-    if V.need_dangles:
-        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        partial_row = tl.cast(piece, tl.int64) * B * G + b * G + g
-        store_total(p_partial + partial_row * (J * V.num_channels), total, V=V)
+    store_total(p_partial, tl.cast(piece, tl.int64) * B * G + b * G + g, total, V=V)

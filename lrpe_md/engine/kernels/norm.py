@@ -15,7 +15,7 @@ from .rows import (
     sum_row,
     sum_row_products,
 )
-from .tiles import locate_channels
+from .tiles import empty_tile, locate_channels
 
 
 @triton.jit
@@ -70,10 +70,7 @@ def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
     """Return r (g - mean - x̂ dot). RMS norm ignores the mean."""
     dx = ()
     for i in tl.static_range(len(g)):
-        if V.norm == "layer":
-            dx += (scale * tl.fma(x_hat[i], dot * -1.0, g[i] - mean),)
-        else:
-            dx += (scale * tl.fma(x_hat[i], dot * -1.0, g[i]),)
+        dx += (scale * tl.fma(x_hat[i], dot * -1.0, g[i] - mean if V.norm == "layer" else g[i]),)
     return dx
 
 
@@ -95,10 +92,7 @@ def load_tiles(p, o_row, m_row, V: tl.constexpr):
     tiles = ()
     for i in tl.static_range(len(V.begins)):
         o_d, m_d = locate_channels(i=i, V=V)
-        if m_row is None:
-            value = tl.load(p + o_row + o_d, mask=m_d, other=0.0)
-        else:
-            value = tl.load(p + o_row + o_d, mask=m_d & m_row, other=0.0)
+        value = tl.load(p + o_row + o_d, mask=m_d if m_row is None else m_d & m_row, other=0.0)
         tiles += (value.to(tl.float64 if V.wide else tl.float32),)
     return tiles
 
@@ -121,10 +115,7 @@ def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
             p_weight = tl.where(is_k, p_weight_k, p_weight)
         tiles = load_tiles(p_weight, o_row, m_row, V=V)
         for i in tl.static_range(len(tiles)):
-            if V.norm_offset != 0.0:
-                weights += (tiles[i] + V.norm_offset,)
-            else:
-                weights += (tiles[i],)
+            weights += (tiles[i] + V.norm_offset if V.norm_offset != 0.0 else tiles[i],)
     if V.has_bias:
         if V.has_k:
             p_bias = tl.where(is_k, p_bias_k, p_bias)
@@ -137,10 +128,7 @@ def apply_weight(x, weights, V: tl.constexpr):
     """Return γ x."""
     tiles = ()
     for i in tl.static_range(len(x)):
-        if V.has_weight:
-            tiles += (x[i] * weights[i],)
-        else:
-            tiles += (x[i],)
+        tiles += (x[i] * weights[i] if V.has_weight else x[i],)
     return tiles
 
 
@@ -175,32 +163,31 @@ def form_weight_gradients(dy, x_hat, dweights_before, V: tl.constexpr):
 
 
 @triton.jit
-def _zero_tile(dtype: tl.constexpr, i: tl.constexpr, V: tl.constexpr):
-    BLOCK_N: tl.constexpr = V.block_n
-    BLOCK: tl.constexpr = V.blocks[i]
-    return tl.zeros([BLOCK_N, BLOCK], dtype=dtype)
+def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr, SUMMED: tl.constexpr = False):
+    """Return zero-filled tiles for a program's sums: for each token group, first dγ and then dβ.
 
-
-@triton.jit
-def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
-    """Return zero-filled tiles for a program's sums: for each token group, first dγ and then dβ."""
+    Tiles are (tokens, channels). With SUMMED, they are (1, channels).
+    """
     sums = ()
     if V.need_dweight:
         for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):
             for i in tl.static_range(len(V.begins)):
-                sums += (_zero_tile(dtype=dtype, i=i, V=V),)
+                sums += (empty_tile(1 if SUMMED else V.block_n, V.blocks[i], dtype),)
     return sums
 
 
 @triton.jit
 def add_weight_gradients(sums, products, token_group, V: tl.constexpr):
-    """Add the products of a row's tokens to the sums of their token groups."""
+    """Add the products of a row's tokens to the sums of their token groups, from :func:`zero_weight_gradients`."""
     new_sums = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]
         if V.token_groups > 1:
             product = tl.where(token_group == j // len(products), product, 0.0)
-        new_sums += (sums[j] + product.to(tl.float64),)
+        product = product.to(sums[j].dtype)
+        if sums[j].shape[0] < product.shape[0]:
+            product = tl.sum(product, axis=0, keep_dims=True)
+        new_sums += (sums[j] + product,)
     return new_sums
 
 

@@ -9,24 +9,14 @@ import triton
 import triton.language as tl
 
 from .signature import unpack_numbers
-from .tiles import find_pairs, mask_channels, upcast
-
-
-@triton.jit
-def _multiply(o, stride):
-    """Return o · stride in 64 bits for non-negative factors. For 32-bit factors, this takes one instruction."""
-    if stride.dtype == tl.int64:
-        return tl.cast(o, tl.int64) * stride
-    else:
-        product = tl.cast(tl.cast(o, tl.uint32), tl.uint64) * tl.cast(tl.cast(stride, tl.uint32), tl.uint64)
-        return tl.cast(product, tl.int64)
+from .tiles import find_pairs, mask_channels, split_last, step, upcast, zeros
 
 
 @triton.jit
 def _point_to_table(p, strides, sample, g, V: tl.constexpr):
     """Return a pointer to a table's first row for a sample and a group of heads, and the row and entry strides."""
     stride_b, stride_h, stride_n, stride_d = strides
-    p = p + (_multiply(sample, stride_b) + _multiply(g, stride_h)) * V.table_unit
+    p = p + (step(sample, stride_b) + step(g, stride_h)) * V.table_unit
     if V.table_unit > 1:
         BYTES: tl.constexpr = V.table_unit * p.dtype.element_ty.primitive_bitwidth // 8
         p = tl.multiple_of(p, 16 if BYTES > 16 else BYTES)
@@ -55,11 +45,11 @@ def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
 def _load_at(table, o_r, o_e, mask, default, V: tl.constexpr):
     """Load entries o_e (1 or rows, entries) of rows o_r in the compute dtype. Masked entries are ``default``."""
     p, stride_n, stride_d = table
-    pointers = (p + _multiply(o_r, stride_n) * V.table_unit)[:, None]
+    pointers = (p + step(o_r, stride_n) * V.table_unit)[:, None]
     if V.table_unit > 1:
         pointers += o_e
     else:
-        pointers += _multiply(o_e, stride_d)
+        pointers += step(o_e, stride_d)
     return upcast(tl.load(pointers, mask=mask, other=default), V=V)
 
 
@@ -85,14 +75,6 @@ def _load_span(tables, o_r, m_r, c0, first: tl.constexpr, V: tl.constexpr, TIMES
     else:
         o_e = first + c0 + tl.arange(0, COUNT)[None, :]
         return _load_entries(tables, o_r, o_e, mask_channels(m_r, c0, width=WIDTH, BLOCK=COUNT), V=V)
-
-
-@triton.jit
-def split_last(x):
-    """Split each row into its even and odd entries."""
-    ROWS: tl.constexpr = x.shape[0]
-    HALF: tl.constexpr = x.shape[1] // 2
-    return tl.split(tl.reshape(x, [ROWS, HALF, 2]))
 
 
 @triton.jit
@@ -142,9 +124,7 @@ def split_pair_entries(t, V: tl.constexpr):
 @triton.jit
 def zero_cos_sin(V: tl.constexpr):
     """Return zeros with the same structure as cos (or sin) from :func:`load_cos_sin` or from angles."""
-    BLOCK_N: tl.constexpr = V.block_n
-    BLOCK_C: tl.constexpr = V.block_c
-    zero = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)
+    zero = zeros(V=V, dtype=tl.float64 if V.wide else tl.float32)
     if V.tables == "full":
         return zero, zero
     else:

@@ -11,17 +11,21 @@ from .signature import unpack_strides
 
 
 @triton.jit
-def zeros(V: tl.constexpr, dtype: tl.constexpr):
-    """Return a tile (tokens, channels) of zeros."""
-    BLOCK_N: tl.constexpr = V.block_n
-    BLOCK_C: tl.constexpr = V.block_c
-    return tl.zeros([BLOCK_N, BLOCK_C], dtype=dtype)
+def empty_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """Return a tile of zeros."""
+    return tl.zeros([ROWS, COLUMNS], dtype=dtype)
 
 
 @triton.jit
-def _step(o, stride, V: tl.constexpr):
+def zeros(V: tl.constexpr, dtype: tl.constexpr):
+    """Return a tile (tokens, channels) of zeros."""
+    return empty_tile(V.block_n, V.block_c, dtype)
+
+
+@triton.jit
+def step(o, stride):
     """Return o · stride in 64 bits for non-negative factors. For 32-bit factors, this takes one instruction."""
-    if V.long:
+    if stride.dtype == tl.int64:
         return tl.cast(o, tl.int64) * stride
     else:
         product = tl.cast(tl.cast(o, tl.uint32), tl.uint64) * tl.cast(tl.cast(stride, tl.uint32), tl.uint64)
@@ -46,7 +50,7 @@ def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
         stride_h = tl.where(is_k, k_stride_h, stride_h)
         stride_n = tl.where(is_k, k_stride_n, stride_n)
         stride_d = tl.where(is_k, k_stride_d, stride_d)
-    p = p + (_step(b, stride_b, V) + _step(h, stride_h, V) + _step(n0, stride_n, V)) * UNIT
+    p = p + (step(b, stride_b) + step(h, stride_h) + step(n0, stride_n)) * UNIT
     if V.aligned:
         p = tl.multiple_of(p, 16)  # applied to the sum, because the compiler ignores it on a kernel argument
     return p, stride_n, stride_d
@@ -57,7 +61,7 @@ def move_row(row, count, stride, V: tl.constexpr):
     """Advance a row by ``count`` strides."""
     UNIT: tl.constexpr = 8 if V.aligned else 1
     p, stride_n, stride_d = row
-    p += _step(count, stride, V) * UNIT
+    p += step(count, stride) * UNIT
     if V.aligned:
         p = tl.multiple_of(p, 16)
     return p, stride_n, stride_d
@@ -73,11 +77,11 @@ def move_tokens(row, n0, V: tl.constexpr):
 @triton.jit
 def point_at(row, o_n, o_d, V: tl.constexpr):
     p, stride_n, stride_d = row
-    tokens = _step(o_n, stride_n, V)
+    tokens = step(o_n, stride_n)
     if V.aligned:
         return (p + tokens * 8)[:, None] + o_d
     else:
-        return (p + tokens)[:, None] + _step(o_d, stride_d, V)
+        return (p + tokens)[:, None] + step(o_d, stride_d)
 
 
 @triton.jit
@@ -228,12 +232,18 @@ def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
 
 
 @triton.jit
+def split_last(x):
+    """Split each row into its even and odd entries."""
+    ROWS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.reshape(x, [ROWS, HALF, 2]))
+
+
+@triton.jit
 def split_pairs(a, b, V: tl.constexpr):
     """Split interleaved pairs from :func:`load_pairs` into their first and second channels."""
     if V.pairs == "interleaved":
-        BLOCK_N: tl.constexpr = V.block_n
-        BLOCK_C: tl.constexpr = V.block_c
-        return tl.split(tl.reshape(a, [BLOCK_N, BLOCK_C, 2]))
+        return split_last(a)
     else:
         return a, b
 
