@@ -612,6 +612,6 @@ def _read_heads(path: str, module: nn.Module, head_dim: int | None, num_heads: i
             return size, heads
     raise ValueError(
         f"head_dim, num_heads: expected both as arguments or as attributes of {path}, got head_dim={head_dim} and "
-        f"num_heads={num_heads} as arguments. Pass what the module lacks, as in adapt_attention(..., head_dim=64, "
+        f"num_heads={num_heads} as arguments. Pass the missing values, as in adapt_attention(..., head_dim=64, "
         "num_heads=12)"
     )

@@ -248,6 +248,9 @@ def _restore(found: dict[str, Any]) -> dict[str, Changes]:
 
 
 def restore_rotary(model: Model) -> Model:
-    """Undo :func:`adapt_rotary` in place, and changes by ``set_scaling`` and ``set_places`` in third-party modules."""
+    """Undo :func:`adapt_rotary` in place.
+
+    In third-party modules, this also undoes ``set_scaling`` and ``set_places``.
+    """
     _restore(parts(model))
     return model

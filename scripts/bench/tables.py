@@ -90,7 +90,7 @@ def measure(run: Run, name: str, form: str, whole: Case, angles_ms: dict[str, fl
 
 def main(
     workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
-    form: Annotated[str | None, typer.Option(help=f"Forms of tables: {'; '.join(FORMS)}. (default: all)")] = None,
+    form: Annotated[str | None, typer.Option(help=f"Table forms: {'; '.join(FORMS)}. (default: all)")] = None,
     at_least: Annotated[
         float, typer.Option(help="Minimum speed of tables relative to computed angles; fail below this speed.")
     ] = 0.0,

@@ -465,7 +465,7 @@ class LinearCase:
 
     @property
     def key_scale(self) -> float:
-        """Factor that scales the random keys, so that A of the delta rule is at most about 1 per block."""
+        """Factor for the random keys that limits the eigenvalues of the delta rule's A to about 1."""
         return (self.head_dim * self.block) ** -0.5 if self.rule == "delta" else 1.0
 
     @property

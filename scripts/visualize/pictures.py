@@ -117,9 +117,9 @@ def build_view(
         options["reference"] = sizes[0] if len(sizes) == 1 else sizes
     if len(size) > 3:
         raise typer.BadParameter(f"--shape: expected N, HxW or TxHxW, got {shape!r}")
-    with _name_option(f"--shape {'x'.join(map(str, size))} of {made.name}"):
+    with _name_option(f"--shape {'x'.join(map(str, size))} for {made.name}"):
         made.positions(size)
-    with _name_option(f"--reference of {made.name}"):
+    with _name_option(f"--reference for {made.name}"):
         made.positions(size, **options)
     with _name_option("--text"):
         layout = data.lay_out_tokens(partial(made.positions, **options), size, text, made.scheme.row_major)
@@ -134,7 +134,7 @@ def build_view(
     number = made.omega.shape[1]
     for channel in channels:
         if not 0 <= channel < number:
-            raise typer.BadParameter(f"--channel of {made.name}: expected 0 to {number - 1}, got {channel}")
+            raise typer.BadParameter(f"--channel for {made.name}: expected 0 to {number - 1}, got {channel}")
     with _name_option("--shape"):
         return make_view(subject, layout, chosen, head, channels=channels, maps=maps, options=options)
 

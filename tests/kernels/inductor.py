@@ -134,7 +134,7 @@ class Loose(NamedTuple):
     """Allocations that could move before a model's first layer. The memory of all layers would then be used at once."""
 
     independent: int  # don't depend on any input
-    on_inputs: int  # depend only on inputs of the program
+    on_inputs: int  # depend only on graph inputs
 
 
 def count_loose(graph: GraphLowering) -> Loose:

@@ -100,7 +100,7 @@ def test_code_without_a_gpu(tmp_path):
     by_launchers = [name for name, row in rows.items() if row["launchers"]]
     without = ["norm backward weights without limits", "joined with another by a launcher, weights"]
     assert by_launchers == without or (NO_LIMIT and set(without) <= set(by_launchers))
-    # It reads only inputs of the program, so its allocations can't be late.
+    # It reads only graph inputs, so its allocations can't be late.
     assert rows["rotate"]["loose"]["on_inputs"] == 2
     assert not rows["formed again"]["loose"]["on_inputs"], "memory is allocated before the gradient is ready"
     # Only tensors are arguments: q, k, their outputs and omega. Nothing is copied for later operations.

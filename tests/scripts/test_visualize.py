@@ -821,7 +821,7 @@ def test_a_grid_function_that_fits_no_shape(tmp_path: Path):
     file = save_grid(tmp_path / "ours.json", "centred", Axial((1, 1)))
     for given, option in (
         ([], "--shape: ours supports none of the default"),
-        (["--shape", "8x8"], "--shape 8x8 of ours"),
+        (["--shape", "8x8"], "--shape 8x8 for ours"),
     ):
         result = run("-p", file, *given, "--out", str(tmp_path / "out"))
         assert result.exit_code == 2
@@ -904,11 +904,11 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--shape", ""], "got ''"),
     (["-p", "wan", "--shape", "4xa"], "--shape: expected positive integers"),
     (["-p", "wan", "--shape", "4x0x2"], "--shape: expected positive integers"),
-    (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: eva02 expects a shape with 2 axes, got 2x4x6"),
+    (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 for eva02: eva02 expects a shape with 2 axes, got 2x4x6"),
     (["-p", "wan", "--shape", "2x2x4x6"], "--shape: expected N, HxW or TxHxW, got '2x2x4x6'"),
-    (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
-    (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: must be left out"),
-    (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: expected a positive size, or -, for each"),
+    (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 for qwen2_vl_vision"),
+    (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference for qwen2_vl_vision: must be left out"),
+    (["-p", "eva02", "--reference", "8x8x8"], "--reference for eva02: expected a positive size, or -, for each"),
     (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4; plot pixtral without "
      '--text, or use a Scheme with tokens=Tokens(0, "skip") for unrotated tokens'),
     (["-p", "eva02", "--token", "18x0"], "--token: expected coordinates on the grid 18x28, starting at 0, got 18x0"),
@@ -917,7 +917,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "cosformer", "--base", "3"], "--base: must be left out, because cosformer doesn't use it"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0, because --heads is 1, got 1; for more heads, pass"),
     (["-p", "eva02", "--dpi", "5000"], "'--dpi': Input should be less than or equal to 1200"),
-    (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
+    (["-p", "eva02", "--channel", "32"], "--channel for eva02: expected 0 to 31, got 32"),
     (["-p", "wan", "--compare"], "--compare: expected several presets, got one; pass --preset for each"),
     (["--frequencies", "axial", "--compare"], "such as several bases, pass a dict to lrpe_md.show in Python"),
     (["-p", "wan", "--map", "cosine"], "leave out --map. A preset sets its own map and axis order"),
