@@ -256,7 +256,8 @@ def _draw_compared(axes: Mapping[str, Any], view: View, lowest: float, width: fl
     # Longer lines would reach the bar. Lines break between parts, unless a part is longer than a line.
     parts, most = [_variant_name(view, names), *_conditions(view)], int(18 * width - 17)
     parts = [part.replace(" ", "\xa0") if len(part) < most else part for part in parts]
-    lines = [*map(_bold, textwrap.wrap(view.subject.preset.name, int(0.72 * most)))]
+    name = re.sub(r"\$[^$]*\$", lambda found: found[0].replace(" ", "\xa0"), view.subject.preset.name)
+    lines = [*map(_bold, textwrap.wrap(name, int(0.72 * most)))]
     above, where = next(iter(axes.items()))
     if above != "similarity":
         lines.append(where.get_title())
@@ -673,9 +674,9 @@ def _conditions(view: View) -> list[str]:
 
 
 def _bold(name: str) -> str:
-    """Return a name in bold, as mathtext. A name with formulas such as "$\\theta$" is already mathtext."""
+    """Return a name in bold, as mathtext, except for formulas in it such as "$\\theta$"."""
     if name.count("$") > 1:
-        return name
+        return "".join(part if part[0] == "$" else _bold(part) for part in re.findall(r"\$[^$]*\$?|[^$]+", name))
     name = re.sub(r"[^\w\s.,:;=+*/()<>!?&|@\[\]]", lambda found: rf"\text{{\{found[0]}}}", name)
     name = re.sub(r"\s+", r"\ ", name.replace("_", r"\_"))
     return rf"$\mathbf{{{name}}}$"

@@ -150,6 +150,13 @@ def test_a_comparison_takes_titles():
     encodings = {f"base {base}": lrpe_md.RotateMd(16, 2, base=base) for base in (10, 100)}
     assert bold_titles(encodings) == [r"$\mathbf{base\ 10}$", r"$\mathbf{base\ 100}$"]
     assert bold_titles({r"$\theta=10$": encodings["base 10"]}) == [r"$\theta=10$"]
+    assert bold_titles({r"base $\theta = 10$": encodings["base 10"]}) == [r"$\mathbf{base\ }$$\theta = 10$"]
+
+
+def test_lines_of_a_title_do_not_break_formulas():
+    for start in ("base", "a base", "with a base", "rotation with a base"):
+        figure = lrpe_md.show({rf"{start} $\theta = 10$": lrpe_md.RotateMd(16, 2)}, (4, 6), width=3.25)
+        assert r"$\theta = 10$" in figure.axes[0].get_title()
 
 
 def test_titles_may_contain_any_character():
