@@ -273,11 +273,12 @@ def test_text_before_a_grid_is_not_rotated_by_a_module():
     for drawn in (encoding, encoding.get_omega()):
         figure = lrpe_md.show(drawn, (4, 6), text=1, channels=[0])
         assert figure.get_suptitle().endswith("1 prefix token")
-        labels = [label.get_text() for label in figure.subfigs[0].axes[0].get_yticklabels()]
+        axis = _all_axes(figure)[0]
+        labels = [label.get_text() for label in axis.get_yticklabels()]
         assert "prefix" in labels
         assert "text" not in labels
         assert "interleaved" not in figure.get_suptitle()
-        image = figure.subfigs[0].axes[0].images[0].get_array()
+        image = axis.images[0].get_array()
         assert image[0, 0] == 0
         assert image.mask[0, 1:].all()
     with pytest.raises(ValueError, match=r'draw wan without text=, or pass a Scheme with tokens=Tokens\(0, "skip"\)'):
