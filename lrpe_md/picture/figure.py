@@ -26,6 +26,7 @@ from . import data
 from .data import Subject, TokenLayout
 
 WIDTH = 11.0  # inches
+MAX_HEIGHT = 4.0  # of a map, in inches
 STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 10,
     "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
@@ -238,8 +239,7 @@ def draw_comparison(views: Sequence[View], names: Sequence[str] = (), width: flo
             maps = [named[i]["similarity"] for i in pictures]
             first_row, last_row = (maps[i].get_subplotspec().rowspan for i in (0, -1))
             height = sum(heights[first_row.start : last_row.stop])
-            # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
-            _similarity_bar(figure, maps[0].images[0], maps, height, location="left", panchor=False)
+            _similarity_bar(figure, maps[0].images[0], maps, height, location="left")
         if not names:
             _foot(figure)
         return figure
@@ -256,7 +256,8 @@ def _draw_compared(axes: Mapping[str, Any], view: View, lowest: float, width: fl
     # Longer lines would reach the bar. Lines break between parts, unless a part is longer than a line.
     parts, most = [_variant_name(view, names), *_conditions(view)], int(18 * width - 17)
     parts = [part.replace(" ", "\xa0") if len(part) < most else part for part in parts]
-    lines = [*map(_bold, textwrap.wrap(view.subject.preset.name, int(0.72 * most)))]
+    name = re.sub(r"\$[^$]*\$", lambda found: found[0].replace(" ", "\xa0"), view.subject.preset.name)
+    lines = [*map(_bold, textwrap.wrap(name, int(0.72 * most)))]
     above, where = next(iter(axes.items()))
     if above != "similarity":
         lines.append(where.get_title())
@@ -291,7 +292,19 @@ def _arrange(keys: Sequence[Any], columns: int) -> Any:
 
 def _picture_height(view: View, width: float) -> float:
     rows, columns = data.arrange_frames(view.layout, view.scores[0][1], view.frames).image.shape
-    return min(max(width * rows / columns, 0.5), 4.0)
+    return min(max(width * rows / columns, 0.5), MAX_HEIGHT)
+
+
+def _column_width(view: View, width: float) -> float:
+    """Return the width of a single column of maps with labels and a bar, in a figure that is ``width`` inches wide."""
+    rows, columns = data.arrange_frames(view.layout, view.scores[0][1], view.frames).image.shape
+    return min(width, max(MAX_HEIGHT * columns / rows + 1.3, 3.25))
+
+
+def _centre(figure: Any, inner: float, width: float) -> Any:
+    """Return the middle ``inner`` inches of a figure that is ``width`` inches wide."""
+    rest = (width - inner) / 2
+    return figure.subfigures(1, 3, width_ratios=(rest, inner, rest))[1] if rest > 0 else figure
 
 
 def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -> Figure:
@@ -302,6 +315,7 @@ def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -
     beside = bool(scores and plots) and span * len(scores) + len(plots) <= columns  # whether one row has enough space
     shares = (span * len(scores), len(plots)) if beside else (1, 1)
     map_columns = _balance(len(view.channels), max(1, columns // span))
+    map_width = _column_width(view, width) if map_columns == 1 else width
     score_columns = len(scores) if beside else _balance(len(scores), max(1, columns // span))
     plot_columns = min(columns, len(plots))
 
@@ -310,7 +324,11 @@ def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -
         return (_picture_height(view, width / columns - 0.6) + text) * -(-number // columns)
 
     left, right = ((width * share / sum(shares)) if beside else width for share in shares)
-    heights = {"angles": height(len(view.channels), map_columns, width)} if "angles" in panels else {}
+    heights = {}
+    if "angles" in panels:
+        rows = -(-len(view.channels) // map_columns)
+        second_lines = 0.13 * rows if "\n" in _channel_titles(view, map_columns, map_width)[0] else 0
+        heights["angles"] = height(len(view.channels), map_columns, map_width) + second_lines
     if scores:
         heights["similarity"] = max(height(len(scores), score_columns, left), 2.0 if beside else 0.0)
     if plots and not beside:
@@ -321,10 +339,11 @@ def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -
     if beside:
         parts["similarity"], parts["plots"] = parts["similarity"].subfigures(1, 2, width_ratios=shares)
     if "angles" in panels:
-        _draw_angles(parts["angles"], view, map_columns, width)
+        _draw_angles(_centre(parts["angles"], map_width, width), view, map_columns, map_width)
     lowest = lowest_similarity([view], None if "variants" in panels else 1) if scores else _lowest_slice([view])
     if scores:
-        _draw_scores(parts["similarity"], view, scores, score_columns, left, lowest)
+        inner = _column_width(view, left) if score_columns == 1 and not beside else left
+        _draw_scores(_centre(parts["similarity"], inner, left), view, scores, score_columns, inner, lowest)
     if plots:
         axes = _panels(parts["plots"], -(-len(plots) // plot_columns), plot_columns)
         size = (right / plot_columns - 0.65, (heights["similarity"] if beside else 2.3) - 0.8)
@@ -339,11 +358,19 @@ def _draw_angles(figure: Any, view: View, columns: int, width: float) -> None:
     """Draw an angle map for each channel in a part of the figure that is ``width`` inches wide."""
     theta, image = data.token_angles(view.layout, view.omega(view.default_variant)[view.channels]), None
     panels = _panels(figure, -(-len(view.channels) // columns), columns)
-    for axis, channel, angles in zip(panels, view.channels, theta.T, strict=False):
+    for axis, title, angles in zip(panels, _channel_titles(view, columns, width), theta.T, strict=False):
         image = _picture(axis, view, data.wrap(angles), **ANGLES)
-        axis.set_title(_fill(_channel_name(view, channel), _title_width(width, columns)))
+        axis.set_title(title)
     _angle_bar(figure, image, panels, figure.bbox.height / figure.dpi)
     _blank(panels[len(view.channels) :])
+
+
+def _channel_titles(view: View, columns: int, width: float) -> list[str]:
+    """Return the titles of the angle maps, in two lines each if one of them would reach the colour bar."""
+    titles = [_channel_name(view, channel) for channel in view.channels]
+    space = width - 0.7 if columns == 1 else (width - 0.65) / columns - 0.28
+    is_long = max(map(len, titles)) > 16 * space  # about 16 characters per inch
+    return [title.replace(": ", ":\n") for title in titles] if is_long else titles
 
 
 def _draw_scores(figure: Any, view: View, scores: Sequence[Any], columns: int, width: float, lowest: float) -> None:
@@ -440,7 +467,9 @@ def _similarity_bar(figure: Any, image: Any, axes: list[Any], height: float, **o
 
 def _colour_bar(figure: Any, image: Any, axes: list[Any], height: float, **options: Any) -> Any:
     """Draw a bar of at most 0.2 inches width beside axes that are ``height`` inches high."""
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.015, aspect=max(15, 0.9 * height / 0.2), **options)
+    # Without panchor=False, narrow maps would be next to the bar, which then covers their titles.
+    options |= {"shrink": 0.9, "pad": 0.015, "aspect": max(15, 0.9 * height / 0.2), "panchor": False}
+    bar = figure.colorbar(image, ax=axes, **options)
     bar.ax.grid(False)
     return bar
 
@@ -570,6 +599,9 @@ def _wavelengths(axes: Sequence[Any], views: Sequence[View], size: tuple[float, 
     for axis in axes:
         axis.set_title(_fill(axis.get_title(), size[0]))
         axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        # By default, matplotlib would estimate the number of ticks for a larger font than that of this style.
+        for ticks in (axis.yaxis.get_major_locator(), axis.yaxis.get_minor_locator()):
+            ticks.set_params(numticks=max(2, int(size[1] / 0.2)))
     _legends_above(axes, legends, size, columns, **LEGEND, handlelength=2.1)
 
 
@@ -673,9 +705,9 @@ def _conditions(view: View) -> list[str]:
 
 
 def _bold(name: str) -> str:
-    """Return a name in bold, as mathtext. A name with formulas such as "$\\theta$" is already mathtext."""
+    """Return a name in bold, as mathtext, except for formulas in it such as "$\\theta$"."""
     if name.count("$") > 1:
-        return name
+        return "".join(part if part[0] == "$" else _bold(part) for part in re.findall(r"\$[^$]*\$?|[^$]+", name))
     name = re.sub(r"[^\w\s.,:;=+*/()<>!?&|@\[\]]", lambda found: rf"\text{{\{found[0]}}}", name)
     name = re.sub(r"\s+", r"\ ", name.replace("_", r"\_"))
     return rf"$\mathbf{{{name}}}$"

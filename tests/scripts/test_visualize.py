@@ -150,6 +150,13 @@ def test_a_comparison_takes_titles():
     encodings = {f"base {base}": lrpe_md.RotateMd(16, 2, base=base) for base in (10, 100)}
     assert bold_titles(encodings) == [r"$\mathbf{base\ 10}$", r"$\mathbf{base\ 100}$"]
     assert bold_titles({r"$\theta=10$": encodings["base 10"]}) == [r"$\theta=10$"]
+    assert bold_titles({r"base $\theta = 10$": encodings["base 10"]}) == [r"$\mathbf{base\ }$$\theta = 10$"]
+
+
+def test_lines_of_a_title_do_not_break_formulas():
+    for start in ("base", "a base", "with a base", "rotation with a base"):
+        figure = lrpe_md.show({rf"{start} $\theta = 10$": lrpe_md.RotateMd(16, 2)}, (4, 6), width=3.25)
+        assert r"$\theta = 10$" in figure.axes[0].get_title()
 
 
 def test_titles_may_contain_any_character():
@@ -266,11 +273,12 @@ def test_text_before_a_grid_is_not_rotated_by_a_module():
     for drawn in (encoding, encoding.get_omega()):
         figure = lrpe_md.show(drawn, (4, 6), text=1, channels=[0])
         assert figure.get_suptitle().endswith("1 prefix token")
-        labels = [label.get_text() for label in figure.subfigs[0].axes[0].get_yticklabels()]
+        axis = _all_axes(figure)[0]
+        labels = [label.get_text() for label in axis.get_yticklabels()]
         assert "prefix" in labels
         assert "text" not in labels
         assert "interleaved" not in figure.get_suptitle()
-        image = figure.subfigs[0].axes[0].images[0].get_array()
+        image = axis.images[0].get_array()
         assert image[0, 0] == 0
         assert image.mask[0, 1:].all()
     with pytest.raises(ValueError, match=r'draw wan without text=, or pass a Scheme with tokens=Tokens\(0, "skip"\)'):

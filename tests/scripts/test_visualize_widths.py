@@ -1,6 +1,7 @@
 """Figures at the width of a column, with selected panels: text sizes, overlaps, margins, and the options."""
 
 import itertools
+import math
 import re
 import shlex
 from pathlib import Path
@@ -97,6 +98,29 @@ def test_text_is_legible_at_any_width(encoding: Any, options: dict[str, Any], wi
 @pytest.mark.parametrize("names", [["similarity", "wavelengths"], ["similarity"]])
 def test_titles_do_not_reach_the_bar(names: list[str]):
     assert find_problems(lrpe_md.show("dinov3", width=5.5, panels=names)) == []
+
+
+@pytest.mark.parametrize("shape", [(18, 28), (40, 8)])
+def test_titles_of_angles_do_not_reach_the_bar(shape: tuple[int, ...]):
+    encoding = lrpe_md.RotateMd(64, 2, frequencies="mixed")
+    assert find_problems(lrpe_md.show(encoding, shape, width=6.75, panels=["angles"], maps=6)) == []
+
+
+@pytest.mark.parametrize("panel", ["angles", "variants"])
+def test_a_single_map_is_in_the_middle(panel: str):
+    figure = lrpe_md.show("dinov3", (8, 8), panels=[panel], maps=1)
+    figure.draw_without_rendering()
+    [box] = [axis.bbox for axis in axes_of(figure) if not is_bar(axis)]
+    assert box.x0 / figure.bbox.width == pytest.approx(1 - box.x1 / figure.bbox.width, abs=0.05)
+
+
+def test_each_decade_of_the_wavelengths_is_labelled():
+    figure = lrpe_md.show(lrpe_md.RotateMd(64, 2, base=1e3), (12, 16), width=6.75)
+    figure.draw_without_rendering()
+    [axis] = [axis for axis in axes_of(figure) if axis.get_title().startswith("wavelengths")]
+    low, high = axis.get_ylim()
+    ticks = [float(t) for t in axis.get_yticks() if low <= t <= high]
+    assert ticks == [10.0**n for n in range(1, int(math.log10(high)) + 1)]
 
 
 def test_a_single_panel_is_the_figure():
