@@ -49,7 +49,13 @@ except ValueError as error:
 def copy_with(tmp_path: Path, *branches: str) -> Path:
     """Copy the library, with an entry added to the table and these branches to the kernels."""
     root = tmp_path / "lrpe_md"
-    shutil.copytree(PACKAGE, root, ignore=shutil.ignore_patterns("__pycache__"))
+    ignore = shutil.ignore_patterns("__pycache__", "results")
+    shutil.copytree(PACKAGE, root, ignore=ignore)
+    project = PACKAGE.parent / "pyproject.toml"
+    if project.is_file():  # in a checkout, these folders are next to the package
+        for folder in ("models", "scripts"):
+            shutil.copytree(PACKAGE.parent / folder, tmp_path / folder, ignore=ignore)
+        shutil.copy(project, tmp_path)
     table = root / "reference.py"
     text = table.read_text(encoding="utf-8")
     assert text.count('\n    "softmax": ActivationFunction(') == 1
