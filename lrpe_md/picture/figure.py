@@ -224,6 +224,10 @@ def draw_comparison(views: Sequence[View], names: Sequence[str] = (), width: flo
         if {*row} <= {i * number for i in pictures} | {"."} else 2.5
         for row in cells
     ]  # fmt: skip
+    if "similarity" in panels:
+        lines = {i * number: sum(map(len, _title_lines(view, first))) for i, view in enumerate(views)}
+        most = [max(lines.get(cell, 0) for cell in row) for row in cells]
+        heights = [height + 0.15 * max(number - 3, 0) for height, number in zip(heights, most, strict=True)]
     plot = (widths[-1] - 0.75, 2.5 - 0.9)
     with rc_context(_style(width)):
         figure = Figure(figsize=(width, sum(heights) + (0.1 if names else 0.5)), layout="constrained")
@@ -250,14 +254,10 @@ def _draw_compared(axes: Mapping[str, Any], view: View, lowest: float, width: fl
 
     ``width`` is the width of the title, and ``plot`` the size of a plot, both in inches.
     """
-    names, score = view.scores[0]
+    score = view.scores[0][1]
     if "slices" in axes:
         _slices(axes["slices"], view, score, lowest, plot)
-    # Longer lines would reach the bar. Lines break between parts, unless a part is longer than a line.
-    parts, most = [_variant_name(view, names), *_conditions(view)], int(18 * width - 17)
-    parts = [part.replace(" ", "\xa0") if len(part) < most else part for part in parts]
-    name = re.sub(r"\$[^$]*\$", lambda found: found[0].replace(" ", "\xa0"), view.subject.preset.name)
-    lines = [*map(_bold, textwrap.wrap(name, int(0.72 * most)))]
+    lines, details = _title_lines(view, width)
     above, where = next(iter(axes.items()))
     if above != "similarity":
         lines.append(where.get_title())
@@ -266,8 +266,29 @@ def _draw_compared(axes: Mapping[str, Any], view: View, lowest: float, width: fl
     else:
         _picture(where, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
     if above == "similarity":
-        lines += textwrap.wrap(", ".join(parts), most)
-    where.set_title("\n".join(lines).replace("\xa0", " "))
+        lines += details
+    where.set_title("\n".join(lines))
+
+
+def _title_lines(view: View, width: float) -> tuple[list[str], list[str]]:
+    """Return the lines of the name, and of the variant and the conditions, of a view in a comparison.
+
+    Longer lines would reach the bar. Lines break between parts, unless a part is longer than a line.
+    """
+    parts, most = [_variant_name(view, view.scores[0][0]), *_conditions(view)], int(18 * width - 17)
+    parts = [part.replace(" ", "\xa0") if len(part) < most else part for part in parts]
+    details = [line.replace("\xa0", " ") for line in textwrap.wrap(", ".join(parts), most)]
+    # Formulas are as long as the characters that they draw, and never break.
+    name, limit = view.subject.preset.name, int(0.72 * most)
+    formulas = re.findall(r"\$[^$]*\$", name)
+    name = re.sub(r"\$[^$]*\$", lambda found: "\1".ljust(min(_count_drawn(found[0]), limit), "\0"), name)
+    lines = textwrap.wrap(name, limit)
+    return [_bold(re.sub("\1\0*", lambda _: formulas.pop(0), line)) for line in lines], details
+
+
+def _count_drawn(formula: str) -> int:
+    """Return about how many characters a formula draws."""
+    return max(1, len(re.sub(r"[\s${}^_]", "", re.sub(r"\\[A-Za-z]+", "x", formula))))
 
 
 def _style(width: float) -> Any:
@@ -368,7 +389,7 @@ def _draw_angles(figure: Any, view: View, columns: int, width: float) -> None:
 def _channel_titles(view: View, columns: int, width: float) -> list[str]:
     """Return the titles of the angle maps, in two lines each if one of them would reach the colour bar."""
     titles = [_channel_name(view, channel) for channel in view.channels]
-    space = width - 0.7 if columns == 1 else (width - 0.65) / columns - 0.28
+    space = (width - 0.7 if columns == 1 else (width - 0.65) / columns - 0.28) - _text_label_width(view)
     is_long = max(map(len, titles)) > 16 * space  # about 16 characters per inch
     return [title.replace(": ", ":\n") for title in titles] if is_long else titles
 
@@ -378,7 +399,7 @@ def _draw_scores(figure: Any, view: View, scores: Sequence[Any], columns: int, w
     panels, image = _panels(figure, -(-len(scores) // columns), columns), None
     for axis, (names, score) in zip(panels, scores, strict=False):
         image = _picture(axis, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
-        axis.set_title(_fill(_variant_name(view, names), _title_width(width, columns)))
+        axis.set_title(_fill(_variant_name(view, names), _title_width(view, width, columns)))
     _similarity_bar(figure, image, panels, figure.bbox.height / figure.dpi)
     _blank(panels[len(scores) :])
 
@@ -428,9 +449,14 @@ def _draw_rows(axis: Any, view: View) -> None:
     _angle_bar(axis.figure, image, [axis], axis.bbox.height / axis.figure.dpi)
 
 
-def _title_width(width: float, columns: int) -> float:
+def _title_width(view: View, width: float, columns: int) -> float:
     """Return the space for the title of a map, so that it doesn't reach the next title or the colour bar."""
-    return width - 0.7 if columns == 1 else (width - 0.4) / columns
+    return (width - 0.7 if columns == 1 else (width - 0.4) / columns) - _text_label_width(view)
+
+
+def _text_label_width(view: View) -> float:
+    """Return the width of the label of the text tokens, in inches. It narrows maps, on which titles are centred."""
+    return 0.35 if view.layout.text else 0.0
 
 
 def _fill(title: str, width: float) -> str:

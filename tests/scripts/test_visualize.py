@@ -157,6 +157,13 @@ def test_lines_of_a_title_do_not_break_formulas():
     for start in ("base", "a base", "with a base", "rotation with a base"):
         figure = lrpe_md.show({rf"{start} $\theta = 10$": lrpe_md.RotateMd(16, 2)}, (4, 6), width=3.25)
         assert r"$\theta = 10$" in figure.axes[0].get_title()
+    for formula in (r"$\omega_h=10000^{-2i/d},\ \omega_w=\omega_h\cos\phi,\ \phi=\pi/4$", r"$\alpha$$\beta$"):
+        assert formula in lrpe_md.show({formula: lrpe_md.RotateMd(16, 2)}, (4, 6), width=3.25).axes[0].get_title()
+
+
+def test_a_title_is_as_long_as_its_formulas_look():
+    figure = lrpe_md.show({r"axial, $\theta=100$": lrpe_md.RotateMd(16, 2)}, (12, 16), width=6.75)
+    assert figure.axes[0].get_title().splitlines()[0].endswith(r"$\theta=100$")
 
 
 def test_titles_may_contain_any_character():

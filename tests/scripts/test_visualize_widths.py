@@ -106,6 +106,22 @@ def test_titles_of_angles_do_not_reach_the_bar(shape: tuple[int, ...]):
     assert find_problems(lrpe_md.show(encoding, shape, width=6.75, panels=["angles"], maps=6)) == []
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shape", "text", "width", "panels"),
+    [
+        ("flux1", (24, 24), 20, 3.25, ["similarity"]),
+        ("cogvideox", (3, 6, 10), 10, 3.25, ["angles"]),
+        ("qwen3_vl", (16, 16), 4, 4.5, ["angles"]),
+        (["dinov3", "eva02"], (14, 14), 1, 4.5, ["similarity"]),
+        (["flux1", "qwen_image", "lumina2"], (12, 20), 20, 6.75, []),
+    ],
+)
+def test_titles_have_enough_space_beside_text_tokens(
+    encoding: Any, shape: tuple[int, ...], text: int, width: float, panels: list[str]
+):
+    assert find_problems(lrpe_md.show(encoding, shape, text=text, width=width, panels=panels)) == []
+
+
 @pytest.mark.parametrize("panel", ["angles", "variants"])
 def test_a_single_map_is_in_the_middle(panel: str):
     figure = lrpe_md.show("dinov3", (8, 8), panels=[panel], maps=1)
