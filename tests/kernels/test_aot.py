@@ -25,7 +25,7 @@ def start(*args: str, script: Path = AOT) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> list[dict]:
-    out, err = process.communicate(timeout=500)
+    out, err = process.communicate(timeout=1500)
     assert process.returncode == 0, err
     return [json.loads(line) for line in out.splitlines()]
 
