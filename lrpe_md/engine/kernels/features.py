@@ -53,10 +53,13 @@ from .tiles import (
 )
 
 
-@triton.constexpr_function
 def for_tile(V, i):
     """Return the settings of tile i of the map."""
     return V.map_tiles[i] if V.num_map_tiles > 1 else V
+
+
+if not triton.knobs.runtime.interpret:  # the interpreter of Triton 3.6 would pass V as a plain tuple
+    for_tile = triton.constexpr_function(for_tile)
 
 
 @triton.jit
