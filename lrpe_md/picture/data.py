@@ -72,7 +72,7 @@ class Subject:
 
     @property
     def is_base_used(self) -> bool:
-        """Whether the frequencies have a base and depend on it. A user's function may ignore it."""
+        """Return whether the frequencies depend on the base. A user's function may ignore it."""
         if self.base is None:
             return False
         order, own = next(iter(self.frequencies.items()))

@@ -157,6 +157,11 @@ def _lowest_slice(views: Sequence[View]) -> float:
     )
 
 
+def _select_scores(view: View, panels: Sequence[str]) -> list[Any]:
+    """Return the similarity and its variants, as far as the figure has panels for them."""
+    return view.scores[: "similarity" in panels] + (view.scores[1:] if "variants" in panels else [])
+
+
 def _round_down(scores: Iterable[Tensor]) -> float:
     return min(math.floor(min(float(score.min()) for score in scores) * 10) / 10, 0.9)
 
@@ -300,9 +305,13 @@ def _count_columns(width: float) -> int:
     return max(1, min(4, int(width / 2.25)))
 
 
+def _count_rows(number: int, columns: int) -> int:
+    return -(-number // columns)
+
+
 def _balance(number: int, columns: int) -> int:
     """Return the smallest number of columns that needs no more rows than ``columns``."""
-    return -(-number // -(-number // columns)) if number else 1
+    return _count_rows(number, _count_rows(number, columns)) if number else 1
 
 
 def _arrange(keys: Sequence[Any], columns: int) -> Any:
@@ -311,15 +320,18 @@ def _arrange(keys: Sequence[Any], columns: int) -> Any:
     return [cells[i : i + columns] for i in range(0, len(cells), columns)]
 
 
-def _picture_height(view: View, width: float) -> float:
+def _height_per_width(view: View) -> float:
     rows, columns = data.arrange_frames(view.layout, view.scores[0][1], view.frames).image.shape
-    return min(max(width * rows / columns, 0.5), MAX_HEIGHT)
+    return rows / columns
+
+
+def _picture_height(view: View, width: float) -> float:
+    return min(max(width * _height_per_width(view), 0.5), MAX_HEIGHT)
 
 
 def _column_width(view: View, width: float) -> float:
     """Return the width of a single column of maps with labels and a bar, in a figure that is ``width`` inches wide."""
-    rows, columns = data.arrange_frames(view.layout, view.scores[0][1], view.frames).image.shape
-    return min(width, max(MAX_HEIGHT * columns / rows + 1.3, 3.25))
+    return min(width, max(MAX_HEIGHT / _height_per_width(view) + 1.3, 3.25))
 
 
 def _centre(figure: Any, inner: float, width: float) -> Any:
@@ -330,7 +342,7 @@ def _centre(figure: Any, inner: float, width: float) -> Any:
 
 def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -> Figure:
     """Draw angle maps, then similarity, then slices and wavelengths, in fewer columns if there are several frames."""
-    scores = view.scores[: "similarity" in panels] + (view.scores[1:] if "variants" in panels else [])
+    scores = _select_scores(view, panels)
     plots = [name for name in panels if name in ("slices", "wavelengths")]
     columns, span = _count_columns(width), 1 if len(view.frames) == 1 else 2
     beside = bool(scores and plots) and span * len(scores) + len(plots) <= columns  # whether one row has enough space
@@ -342,18 +354,19 @@ def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -
 
     def height(number: int, columns: int, width: float) -> float:
         text = 0.5 if columns > 1 else 0.65  # a title may have two lines
-        return (_picture_height(view, width / columns - 0.6) + text) * -(-number // columns)
+        return (_picture_height(view, width / columns - 0.6) + text) * _count_rows(number, columns)
 
     left, right = ((width * share / sum(shares)) if beside else width for share in shares)
     heights = {}
     if "angles" in panels:
-        rows = -(-len(view.channels) // map_columns)
-        second_lines = 0.13 * rows if "\n" in _channel_titles(view, map_columns, map_width)[0] else 0
-        heights["angles"] = height(len(view.channels), map_columns, map_width) + second_lines
+        number = len(view.channels)
+        has_two_lines = "\n" in _channel_titles(view, map_columns, map_width)[0]
+        second_lines = 0.13 * _count_rows(number, map_columns) if has_two_lines else 0
+        heights["angles"] = height(number, map_columns, map_width) + second_lines
     if scores:
         heights["similarity"] = max(height(len(scores), score_columns, left), 2.0 if beside else 0.0)
     if plots and not beside:
-        heights["plots"] = 2.3 * -(-len(plots) // plot_columns)
+        heights["plots"] = 2.3 * _count_rows(len(plots), plot_columns)
     figure = Figure(figsize=(width, sum(heights.values()) + margin), layout="constrained")
     rows: Any = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=list(heights.values()))
     parts: dict[str, Any] = dict(zip(heights, rows[:, 0], strict=True))
@@ -366,7 +379,7 @@ def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -
         inner = _column_width(view, left) if score_columns == 1 and not beside else left
         _draw_scores(_centre(parts["similarity"], inner, left), view, scores, score_columns, inner, lowest)
     if plots:
-        axes = _panels(parts["plots"], -(-len(plots) // plot_columns), plot_columns)
+        axes = _panels(parts["plots"], _count_rows(len(plots), plot_columns), plot_columns)
         size = (right / plot_columns - 0.65, (heights["similarity"] if beside else 2.3) - 0.8)
         if "slices" in plots:
             _slices(axes[0], view, view.scores[0][1], lowest, size)
@@ -378,7 +391,7 @@ def _draw_grid(view: View, panels: Sequence[str], width: float, margin: float) -
 def _draw_angles(figure: Any, view: View, columns: int, width: float) -> None:
     """Draw an angle map for each channel in a part of the figure that is ``width`` inches wide."""
     theta, image = data.token_angles(view.layout, view.omega(view.default_variant)[view.channels]), None
-    panels = _panels(figure, -(-len(view.channels) // columns), columns)
+    panels = _panels(figure, _count_rows(len(view.channels), columns), columns)
     for axis, title, angles in zip(panels, _channel_titles(view, columns, width), theta.T, strict=False):
         image = _picture(axis, view, data.wrap(angles), **ANGLES)
         axis.set_title(title)
@@ -396,7 +409,7 @@ def _channel_titles(view: View, columns: int, width: float) -> list[str]:
 
 def _draw_scores(figure: Any, view: View, scores: Sequence[Any], columns: int, width: float, lowest: float) -> None:
     """Draw a similarity map for each variant in a part of the figure that is ``width`` inches wide."""
-    panels, image = _panels(figure, -(-len(scores) // columns), columns), None
+    panels, image = _panels(figure, _count_rows(len(scores), columns), columns), None
     for axis, (names, score) in zip(panels, scores, strict=False):
         image = _picture(axis, view, score, cmap="cividis", vmin=lowest, vmax=1.0)
         axis.set_title(_fill(_variant_name(view, names), _title_width(view, width, columns)))
@@ -406,7 +419,7 @@ def _draw_scores(figure: Any, view: View, scores: Sequence[Any], columns: int, w
 
 def _draw_sequence(view: View, panels: Sequence[str], width: float, margin: float) -> Figure:
     """Draw angles with one row per channel, similarity as lines, and wavelengths."""
-    scores = view.scores[: "similarity" in panels] + (view.scores[1:] if "variants" in panels else [])
+    scores = _select_scores(view, panels)
     shares = {"angles": 1.25, "similarity": 1.0, "wavelengths": 0.9}
     names = [name for name in shares if name in panels or (name == "similarity" and scores)]
     columns = min(_count_columns(width), len(names))
@@ -601,7 +614,7 @@ def _legends_above(
         for handle in itertools.chain(*handles):
             handle.set_label(handle.get_label().replace(" (", "\n("))
     lines = [sum(1 + handle.get_label().count("\n") for handle in each) for each in handles]
-    share = (0.08 + 0.16 * -(-max(lines) // columns)) / size[1]
+    share = (0.08 + 0.16 * _count_rows(max(lines), columns)) / size[1]
     for axis, each in zip(axes, handles, strict=True):
         scale = axis.yaxis.get_transform()
         low, high = scale.transform(axis.get_ylim())
