@@ -79,9 +79,12 @@ class AugmentPositions(nn.Module):
             positions = self._perturbed(positions, device)
         return positions.transform(scale.to(device), shift.to(device))
 
+    def _strength(self, name: str, num: int) -> Tensor:
+        return torch.as_tensor(per_axis(name, getattr(self, name), num), dtype=torch.float64, device="cpu")
+
     def _uniform(self, name: str, num: int) -> Tensor:
         """Draw ``num`` values from U(-a, a), where a is the strength, or log(strength) if the strength is a factor."""
-        strength = torch.as_tensor(per_axis(name, getattr(self, name), num), dtype=torch.float64, device="cpu")
+        strength = self._strength(name, num)
         bound = strength if name == "shift" else strength.log()
         return (2 * ops.draw(self.state, [num], False) - 1) * bound
 
@@ -95,8 +98,7 @@ class AugmentPositions(nn.Module):
         return moved if positions.whole else moved.shard(positions.start, positions.length)
 
     def _moved(self, table: Coordinates, step: Tensor) -> Coordinates:
-        strength = per_axis("perturb", self.perturb, table.num_axes)
-        strength = torch.as_tensor(strength, dtype=torch.float64, device="cpu")
+        strength = self._strength("perturb", table.num_axes)
         size, device = table.coords.shape, table.coords.device
         noise = ops.draw(self.state, list(size), True) * strength / 2
         return replace(table, coords=table.coords + noise.clamp(-0.5, 0.5).to(device) * step.to(device))
