@@ -23,11 +23,12 @@ from ..checks import (
     or_one,
     plural,
     show_value,
+    suggest,
 )
 from ..engine.core.call import Act, Impl, Order, Pairs, Positions
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import explain_missing, find_positional
-from ..engine.encode.validate import check_act, explain_unknown_keyword, remedy_layout, rotary_slice
+from ..engine.encode.validate import WHOLE_PACK, check_act, remedy_layout, rotary_slice
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
 from ..engine.linear.call import Description
@@ -78,6 +79,18 @@ def check_broadcast(name: str, value: Any, shape: Sequence[int]) -> None:
 def _log_magnitude(theta: Tensor) -> Tensor:
     """Return log |θ|, or 0 where θ is 0."""
     return torch.where(theta == 0, 1.0, theta.abs()).log()
+
+
+def _explain_unknown_keyword(owner: str, name: str) -> str:
+    """Return an error message for a keyword argument that the encoding modules don't accept."""
+    remedies = {
+        "cu_seqlens": f"for packed tokens, pass {WHOLE_PACK}",
+        "offset": "to start a grid elsewhere, pass positions=Grid(shape, origin=torch.tensor([...])), with one integer "
+        "per axis",
+    }
+    known = ("positions", "qkv", "num_key_heads", "inverse", "norm", "out", "out_start")
+    advice = f"; {remedies[name]}" if name in remedies else suggest(name, known)
+    return f"{name}: {owner} doesn't accept this argument when you call it{advice}"
 
 
 class PreciseModule(nn.Module):
@@ -490,7 +503,7 @@ class FrequencyModule(PreciseModule):
             ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
         if unknown:
-            raise TypeError(explain_unknown_keyword(type(self).__name__, next(iter(unknown))))
+            raise TypeError(_explain_unknown_keyword(type(self).__name__, next(iter(unknown))))
         if attend is not None:
             return self._attend(attend, xs, positions, norm, out)
         if positions is None:

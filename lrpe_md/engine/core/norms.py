@@ -101,6 +101,7 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
         first = t if first is None else first
         is_alike = t.ndim == first.ndim and t.dtype == first.dtype
         if t.ndim == 3:
+            # torch 2.11 can't trace a comparison of two symbolic booleans.
             by_head = [own.shape[1] > 1 or heads == 1 for own in (t, first)]
             is_alike = is_alike and t.shape[0] == first.shape[0] and all(by_head) == any(by_head)
         if not is_alike:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...checks import as_integer, check_dense, check_precise, fleeting, invalid_positions, show_value, suggest
+from ...checks import as_integer, check_dense, check_precise, fleeting, invalid_positions, show_value
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS, MAPS
@@ -39,18 +39,6 @@ WHOLE_PACK = (
     "the whole result of lrpe_md.pack as positions (not only its first part), or your own coordinates (N, K) as "
     "lrpe_md.positions.Packed(Coordinates(coords), cu_seqlens)"
 )
-
-
-def explain_unknown_keyword(owner: str, name: str) -> str:
-    """Return an error message for a keyword argument that the encoding modules don't accept."""
-    remedies = {
-        "cu_seqlens": f"for packed tokens, pass {WHOLE_PACK}",
-        "offset": "to start a grid elsewhere, pass positions=Grid(shape, origin=torch.tensor([...])), with one integer "
-        "per axis",
-    }
-    known = ("positions", "qkv", "num_key_heads", "inverse", "norm", "out", "out_start")
-    advice = f"; {remedies[name]}" if name in remedies else suggest(name, known)
-    return f"{name}: {owner} doesn't accept this argument when you call it{advice}"
 
 
 def validate(
