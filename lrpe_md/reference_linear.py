@@ -256,7 +256,8 @@ Rows = tuple[Tensor, Tensor, _State]  # q̂ S, z, and the state after the last t
 
 def _sum_keys(terms: _Terms, operands: torch.dtype | None) -> _State:
     """Return the state of tokens (..., N, ·), summed over N."""
-    return _State(product(terms.k.mT, terms.v, operands), terms.z_k.sum(-2))
+    # Not k.mT, here and below, which ONNX's older exporter doesn't support.
+    return _State(product(terms.k.transpose(-2, -1), terms.v, operands), terms.z_k.sum(-2))
 
 
 def _share(t: Tensor, heads: int) -> Tensor:
@@ -338,7 +339,7 @@ def _within_chunks(
     if not causal:
         return rows, z
     heads = terms.q.shape[1]
-    weights = product(terms.q, _share(terms.k, heads).mT, operands).tril()
+    weights = product(terms.q, _share(terms.k, heads).transpose(-2, -1), operands).tril()
     if decay is not None:
         remaining = _share_decay(decay[..., 1:, 0, None], heads)
         rows, z = remaining * rows, remaining * z

@@ -83,7 +83,6 @@ def test_exported_for_any_size(exported):
     assert not {op for op in operators if "remainder" in str(op)}
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", MODELS)
