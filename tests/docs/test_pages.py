@@ -235,7 +235,7 @@ def test_the_image_guide_expects_the_accuracy_of_the_default_base():
     rows = pd.read_csv(ROOT / "scripts" / "results" / "ablate-image-bases" / "results.csv", keep_default_na=False)
     rows = rows[(rows.encoding == "rotate:base=10000") & (rows.attention == "softmax") & (rows.positions == "rescaled")]
     at = rows.astype({"value": float}).groupby("size").value.mean()
-    expected = f"Expect {at['28x28']:.0f}% at 28 pixels, and with rescaled positions {at['40x40']:.0f}% at 40"
+    expected = f"accuracy of {at['28x28']:.0f}% at 28 pixels and, with rescaled positions, {at['40x40']:.0f}% at 40"
     text = " ".join((DOCS / "image.md").read_text(encoding="utf-8").split())
     assert f"{expected} and {at['56x56']:.0f}% at 56 pixels" in text
 
