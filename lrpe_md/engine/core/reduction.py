@@ -108,7 +108,7 @@ class Job(NamedTuple):
 
 
 def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor], list[Job]]:
-    """Allocate the needed gradients of ω and φ. Return these with their reduction jobs."""
+    """Allocate the needed gradients of ω and φ. Return them with their reduction jobs."""
     omega, phase = call.tables.omega, call.tables.phase
     rows, groups, slots, channels = partial.shape
     num_axes = omega.shape[2]

@@ -171,10 +171,10 @@ def store_rows(p, S, o_r, num_rows, width, V: tl.constexpr):
 
 @triton.jit
 def store_block_state(slots, index, S, o_r, width, is_sums, V: tl.constexpr):
-    """Store rows of a state as tokens read it: Sᵀ as operands, and the normaliser's sums.
+    """Store rows of a state in the form that tokens read: Sᵀ as operands, and the normaliser's sums.
 
-    ``index`` counts blocks and heads. ``is_sums`` tells whether the rows are "unrotated" sums. Encoded sums are the row
-    after Sᵀ.
+    ``index`` is the index of a block and a head. ``is_sums`` tells whether the rows are "unrotated" sums. Encoded sums
+    are the row after Sᵀ.
     """
     p_slots, p_slot_sums = slots
     SIZE: tl.constexpr = V.v_dim * V.num_features
@@ -249,17 +249,18 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
     """Scan over the blocks: compute the state before each block and the state after the last one.
 
     In a forward scan, the state before block f is stored at index f and the final state at index F. In a backward scan,
-    they are at f + 1 and 0. Each program scans a few rows of Sᵀ. If the normaliser is "unrotated", one more program per
-    head scans the normaliser's sums with a separate A. To differentiate a scan, set V.adds_first, so that each part is
-    added before the state is stored, not after.
+    these states are stored at f + 1 and 0. Each program scans a few rows of Sᵀ. If the normaliser is "unrotated", one
+    more program per head scans the normaliser's sums with a separate A. To differentiate a scan, set V.adds_first, so
+    that each part is added before the state is stored, not after.
 
     Args:
         parts: B (P, B G R, size), which is summed over R heads; A (F, B G, elements); the initial state (B G, size) or
             None.
         p_decay: decay factors (F, B G).
         series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan being differentiated, and
-            the output for partial sums of dg (programs of a head, F, B G). Then the slots, or (None, None): what the
-            tokens of each block read after a forward scan, or its gradient after a backward scan with V.adds_first.
+            the output for partial sums of dg (programs of a head, F, B G). Last come the slots, or (None, None). In a
+            forward scan, the slots receive the states that the tokens of each block read. In a backward scan with
+            V.adds_first, they receive the gradients of these states.
         p_offsets: index of the first piece of each block (F + 1).
         numbers: counts, the numbers of elements in a state and in A of a block, and four numbers each for Sᵀ and for
             the sums: the number of rows, the width of a row, and the offsets of the rows and of A. With V.aligned,
@@ -350,8 +351,8 @@ def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
 def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: "sizes", V: tl.constexpr):
     """Compute M (F, B G, Ê²), with one program per tile.
 
-    ``forward`` and ``backward`` are (states, gradients), where each state enters a block. Both have shape (F, B G,
-    size). Without a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
+    ``forward`` and ``backward`` are pairs of the states that enter each block and their gradients, all of shape (F, B
+    G, size). Without a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
     p_state, p_gradient = forward

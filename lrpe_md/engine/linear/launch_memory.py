@@ -405,10 +405,10 @@ def differentiate_causal(
 ) -> list[Tensor]:
     """Implement :func:`differentiate` for a causal mask.
 
-    The gradient of log g_n is g_n (dS_n · S_{n−1}). The gradient is a sum of three terms. The first term is the product
-    of the state before the piece and the gradient of that state. The second term is a running sum over the tokens of
-    the piece: what each key adds to later blocks, minus what each query reads from earlier blocks. The third term is a
-    sum over all pairs of an earlier key and a later query in the same block.
+    The gradient of log g_n is g_n (dS_n · S_{n−1}). It is computed as a sum of three terms. The first term is the
+    product of the state before the piece and the gradient of that state. The second term is a running sum over the
+    tokens of the piece: what each key adds to later blocks, minus what each query reads from earlier blocks. The third
+    term is a sum over all pairs of an earlier key and a later query in the same block.
     """
     sizes, pieces, needs_ddecay = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs.decay
     slot_states = saved or sum_causal_states(inputs, False)[0]

@@ -44,8 +44,8 @@ def run_shards(
     """Run a call on the local shards. Return o with q's placements and, if ``return_state`` is set, the state.
 
     The state is sharded like k along batch and heads, and replicated otherwise. The rules for placements and gradients
-    are those of :mod:`engine.encode.sharding`. k and v may only be replicated where q is sharded if there is one key
-    head, or if q's tokens are sharded in cross-attention.
+    are those of :mod:`engine.encode.sharding`. k and v may be replicated along a mesh axis that shards q's heads if
+    there is one key head, and along one that shards q's tokens if there is no mask.
     """
 
     def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
@@ -209,8 +209,8 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
     """Return T (B, H_k, E, E), which is the final state if the initial state is the identity and all values are 0.
 
-    If the identity matrix is too large for the kernels, each run handles D_v of its columns (the number of channels of
-    v).
+    If the identity matrix is too large for the kernels, each run handles D_v of its columns, where D_v is the number of
+    channels of v.
     """
     k, v = operands.k, operands.v
     width = call.spec.out_dim(k.shape[3])
@@ -367,7 +367,7 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
 
 
 def _find_partial_axes(q: Any, k: Any) -> list[int]:
-    """Return the mesh axes along which q is sharded but k is not. Along them, ranks compute partial gradients of k."""
+    """Return the mesh axes along which q is sharded but k is not. Along these, ranks compute partial gradients of k."""
     return [
         i for i, (a, b) in enumerate(zip(q.placements, k.placements, strict=True)) if a.is_shard() and b.is_replicate()
     ]
