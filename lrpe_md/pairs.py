@@ -34,8 +34,8 @@ def convert_pairs(
         source, target: current and new layout, "half", "interleaved", or block sizes in pairs; see
             :func:`lrpe_md.rotate`. RoFormer, GPT-J, GLM, Cohere and Mistral's own code use "interleaved". Llama in
             transformers uses "half".
-        head_dim: number of channels per head (D).
-        num_heads: number of heads (H), used to check the weight's size. By default, any number is accepted.
+        head_dim: number of channels per head, D.
+        num_heads: number of heads, H, used to check the weight's size. By default, any number is accepted.
         rotary_dim: rotated channels of a head; see :func:`lrpe_md.rotate`. The other channels are not moved.
 
     Returns:
