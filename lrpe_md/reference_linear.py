@@ -436,7 +436,7 @@ def _scan_blocks(
 ) -> _State:
     """Return the state before each block and after the last one. With ``backward``, scan from the last block.
 
-    ``transitions`` contains A of each block for the delta rule.
+    ``transitions`` contains each block's matrix A for the delta rule.
     """
 
     def order(t: Tensor) -> Tensor:

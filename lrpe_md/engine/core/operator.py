@@ -307,7 +307,7 @@ class Operator(ABC):
 
     @abstractmethod
     def pack_saved(self, call: Any, inputs: Any, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return the tensors to save and the call's other values, for the gradients that are needed."""
+        """Return the tensors to save for the needed gradients, and the call's other values."""
 
     @abstractmethod
     def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:

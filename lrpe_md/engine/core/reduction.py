@@ -46,7 +46,7 @@ def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
 
 
 def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Needs) -> list[Tensor]:
-    """Compute dω, dφ and the gradients of the weights, if they are needed.
+    """Compute the needed gradients of ω, φ and the weights.
 
     The gradients have the shapes of ω, φ and the weights.
     """

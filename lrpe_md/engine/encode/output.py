@@ -33,7 +33,7 @@ class Target(NamedTuple):
         return Target((self.outs[i],), self.start, i)
 
     def name(self, i: int) -> str:
-        """Return the name of an output, for error messages."""
+        """Return the name of an output for error messages."""
         i = i if self.number is None else self.number
         return "out" if len(self.outs) == 1 and self.number is None else f"out[{i}]"
 
@@ -165,7 +165,7 @@ def _check_no_overlap(
 
 
 def _find_name(target: Target, number: int) -> str:
-    """Return the name of an output, for error messages. ``number`` counts only outputs that are not None."""
+    """Return the name of an output for error messages. ``number`` counts only outputs that are not None."""
     return target.name([i for i, t in enumerate(target.outs) if t is not None][number])
 
 

@@ -195,7 +195,7 @@ def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: i
 
     A program computes the angles of a block of tokens and then maps its rows. It processes every ``token_programs``-th
     block, as long as there are blocks for all programs. The programs then share the rows of the remaining blocks. All
-    programs run at once, unless fewer than ``step`` programs can.
+    programs run at once unless the GPU can run fewer than ``step`` programs.
     """
     row_blocks = max(1, -(-rows // block_r))
     best, shortest = (step, row_blocks * block_r), math.inf

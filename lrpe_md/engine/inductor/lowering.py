@@ -149,7 +149,7 @@ _LARGEST_SHARED = 227 * 1024  # bytes per program, on the GPUs for which the til
 
 
 def _check_compilable(launch: KernelLaunch, device: torch.device | None) -> None:
-    """Check that Inductor can compile the kernel, with bitwise identical results and without smaller tiles."""
+    """Check that Inductor can compile the kernel with the same tiles and bitwise identical results."""
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper and _needs_launcher(launch):

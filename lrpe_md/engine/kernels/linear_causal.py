@@ -5,7 +5,7 @@ block, it multiplies queries by keys directly, as softmax attention does. The ke
 before each piece. If V.memory is "add", the state decays from token to token (see decay.py), and masks include the
 decay between two tokens.
 
-Names are the same as in linear.py. In addition, P is a matrix of products (tokens, tokens), and tri is its mask.
+Names are the same as in linear.py. In addition, P is a matrix of products (tokens, tokens).
 """
 
 import triton
@@ -136,7 +136,7 @@ def broadcast_sums(Z, like):
 
 @triton.jit
 def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
-    """Return Z (tokens, channels) at each token: the sum over earlier tokens and the token itself, with any decay."""
+    """Return Z (tokens, channels) at each token: the sum over the token and all earlier tokens, including any decay."""
     if V.memory == "add":
         sums = mix_exactly(fade_pairs(block_decay[0], V=V), counts, V=V)
         return add_rows(sums, fade_from_start(broadcast_sums(Z, counts), block_decay, V=V))
@@ -150,7 +150,7 @@ def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
 
 @triton.jit
 def form_denominator(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
-    """Return z of each query, from the query's products with Z and with the keys of its block."""
+    """Compute z of each query from the query's products with Z and with the keys of its block."""
     if V.normalizer == "encoded" and V.operand != "same":  # features cancel
         return row_dot(q_counts, sum_normalizer(k_counts, Z, block_decay, V=V))
     else:
@@ -485,7 +485,7 @@ def load_queries(tensors, side, k_cos_sin, scales, place, V: tl.constexpr):
 
 @triton.jit
 def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
-    """Store the dot product of each key with its gradient from later blocks, if V.need_ddecay is set.
+    """Store the dot product of each key with its gradient from later blocks if V.need_ddecay is set.
 
     The output has shape (B, G, N), and ``keys`` is (β k̂, β k̄).
     """

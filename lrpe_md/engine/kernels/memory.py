@@ -105,9 +105,10 @@ def store_columns(p, A, r: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constex
 
 @kernel
 def linear_transition_kernel(k, gate, side, p_transitions, blocks: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute A for each block. The output has shape (F, B G, Ê²), or (F, B G, Ê² + D²) for normalizer "unrotated".
+    """Compute the matrix A of each block, with one program for each column tile of a matrix.
 
-    The last D² elements are A for the normaliser's sums. Each program computes one column tile of one matrix.
+    The output has shape (F, B G, Ê²), or (F, B G, Ê² + D²) for normalizer "unrotated". The last D² elements are the
+    matrix A for the normaliser's sums.
     """
     G, F, B = unpack_numbers(sizes)
     FEATURE_TILES: tl.constexpr = len(V.feature_blocks)
@@ -210,7 +211,7 @@ def sum_rows(p_parts, pieces, steps, o_r, num_rows, width, V: tl.constexpr):
 
 @triton.jit
 def load_transition(p_transitions, f, step, width, V: tl.constexpr):
-    """Load A of block f as tiles in row-major order. Return () if V.memory is "add"."""
+    """Load the matrix A of block f as tiles in row-major order. Return () if V.memory is "add"."""
     A = ()
     if V.memory == "delta":
         p_matrix = p_transitions + f * step
@@ -262,7 +263,7 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
             forward scan, the slots receive the states that the tokens of each block read. In a backward scan with
             V.adds_first, they receive the gradients of these states.
         p_offsets: index of the first piece of each block (F + 1).
-        numbers: counts, the numbers of elements in a state and in A of a block, and four numbers each for Sᵀ and for
+        numbers: counts, the numbers of elements in a state and in a block's A, and four numbers each for Sᵀ and for
             the sums: the number of rows, the width of a row, and the offsets of the rows and of A. With V.aligned,
             widths, offsets and numbers of elements are in units of 4 elements.
     """
@@ -433,7 +434,7 @@ def broadcast_rows(rows, like):
 
 @triton.jit
 def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
-    """Compute and store dk, dv and dβ for tokens [begin, end) of one head, for the delta rule.
+    """Compute and store the delta rule's dk, dv and dβ for tokens [begin, end) of one head.
 
     Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
     ``grads`` is (dS, dZ, M, p_vectors), with dS as operands. p_vectors points to the pairs of :func:`apply_vectors`.
@@ -481,7 +482,7 @@ def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
 def linear_memory_key_kernel(
     tensors, gates, side, slots, matrices, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dk, dv, dβ and the sums for dω, for the delta rule.
+    """Compute the delta rule's dk, dv, dβ and sums for dω.
 
     ``tensors`` is (k, v, dk, dv), ``slots`` is (dS, dZ) of each block, and ``matrices`` is (M, vectors).
     """

@@ -135,7 +135,7 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
 
 
 class Parts(NamedTuple):
-    """Parts of the pieces of a causal call. One program computes the state of each needed part."""
+    """Parts into which the pieces of a causal call are divided. One program computes the state of each needed part."""
 
     all_parts: Pieces
     needed_parts: Pieces  # the first parts or, in the backward pass, the last ones
@@ -1108,7 +1108,7 @@ def reduce_angle_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
 
 
 def reduce_weight_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
-    """Return the gradients of the norm weights, first those of q and then those of k, if they are needed."""
+    """Return the needed gradients of the norm weights, first q's and then k's."""
     q_sums, k_sums = grads.q_weights, grads.k_weights
     if q_sums is None or k_sums is None:
         return []

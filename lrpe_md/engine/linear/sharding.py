@@ -5,7 +5,7 @@ rank's queries then read the sum of all ranks' states in a call without keys. Wi
 instead runs its tokens with the sum of the previous ranks' states as the initial state.
 
 With decay or the delta rule, the tokens of a rank turn the preceding state S into T S + B. In the reverse direction, S
-is the following state. Each rank gathers T and B of all ranks, and applies those of all preceding ranks in order. In
+is the following state. Each rank gathers T and B from all ranks, and applies those of all preceding ranks in order. In
 the reverse direction, it applies those of all following ranks. With rule "add", T is the product of the rank's decays,
 and B is a sum over its keys, weighted by the decays of later blocks. With rule "delta", T = Π_f g_f (I − A_f). This T
 is the rank's final state if its initial state is the identity matrix and its values are 0. A_f is symmetric, so the
@@ -135,7 +135,7 @@ def _run_memory(run: Run, call: LinearCall, operands: Operands, group: Any, retu
 def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
     """Return the state before each of the R ranks and after the last one.
 
-    ``parts`` (R, B, H, ...) holds B of each rank. ``transitions`` holds T of each rank, as matrices (R, B, H, E, E) or
+    ``parts`` (R, B, H, ...) holds each rank's B. ``transitions`` holds each rank's T, as matrices (R, B, H, E, E) or
     as decay factors (R, B, H).
     """
     series = [first]
