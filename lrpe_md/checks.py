@@ -99,7 +99,7 @@ def check_boundaries(cu_seqlens: Any, x: Tensor | None = None, owner: str = "x")
 
 
 def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = True) -> None:
-    """Check the values of the boundaries of packed sequences, if the host can read them.
+    """Check the values of ``cu_seqlens``, the boundaries of packed sequences, if the host can read them.
 
     to_the_end: whether the last sequence must end at the last token.
     """

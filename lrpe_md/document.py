@@ -138,7 +138,7 @@ def lrpe_rotate_1d(
         cu_seqlens: boundaries (S + 1,) of sequences packed end to end in x (1, H, N, D) or (N, H, D). The result has
             the shape of x. Positions restart at ``offset`` in each sequence, and ``offset`` may have shape (S,). See
             :func:`lrpe_md.positions.packed_positions`.
-        rotary_dim: channels to rotate: an int R for the first R channels, or a slice.
+        rotary_dim: channels to rotate, as a slice or as an int R for the first R channels.
         pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
 
     Other arguments, differentiability and errors are the same as in :func:`lrpe_md.rotate`.

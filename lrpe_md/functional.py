@@ -89,17 +89,17 @@ def cosine(
         prefix: number of tokens before the first row of the tables. These tokens, and any after the last row, become
             [x̄, 0]. By default, the tables must have a row for every token. Without tables, the positions define the
             prefix.
-        rotary_dim: channels to map: an int R for the first R channels, or a slice. [x̄ cos Θ, x̄ sin Θ], of width 2R,
-            replaces these channels, and the others become x̄. By default, all channels are mapped. Mapping only some
-            channels requires a copy of the output, and also of the input if the softmax is over the features.
+        rotary_dim: channels to map, as a slice or as an int R for the first R channels. [x̄ cos Θ, x̄ sin Θ], of width
+            2R, replaces these channels, and the others become x̄. By default, all channels are mapped. Mapping only
+            some channels requires a copy of the output, and also of the input if the softmax is over the features.
         act: activation to apply to all tokens, including the prefix: "none", "relu", "sigmoid", "silu", "softplus" or
             "softmax".
         dim: dimension of the softmax, -1 (features) or -2 (sequence). It must be None for other activations.
-        phase: φ (H or 1, D), which is added to Θ of grid tokens, but not of prefix and suffix tokens. If q and k have
-            different phases, pass a pair (for q, for k), in which None means no phase. PoPE uses a phase only for the
-            keys. With P groups of phases (P, H or 1, D), the outputs of all groups are concatenated, so q·k is the sum
-            over groups. If only one phase of a pair has groups, the other phase is repeated for each group. Each group
-            requires its own launch, and the output is copied.
+        phase: φ (H or 1, D), which is added to Θ of grid tokens, but not to that of prefix and suffix tokens. If q and
+            k have different phases, pass a pair (for q, for k), in which None means no phase. PoPE uses a phase only
+            for the keys. With P groups of phases (P, H or 1, D), the outputs of all groups are concatenated, so q·k is
+            the sum over groups. If only one phase of a pair has groups, the other phase is repeated for each group.
+            Each group requires its own launch, and the output is copied.
         amplitude: factor by which to multiply cos Θ and sin Θ of grid tokens: a number, or a float32 or float64 tensor
             (D,) or (H or 1, D). Under ``torch.compile``, pass a tensor to avoid recompilation for each new value.
         order: order of the two halves. "sin_cos" returns [x̄ sin Θ, x̄ cos Θ] (cosFormer).
@@ -212,8 +212,8 @@ def rotate(
             the first call with tables of a given size warns if their layout differs.
         pairs: "half" pairs channel p with p + R/2 (Llama), and "interleaved" pairs 2p with 2p + 1 (RoFormer). A
             sequence of integers gives the size of each block in pairs, and each block uses the half layout.
-        rotary_dim: channels to rotate: an int R for the first R channels, or a slice. The other channels become x̄. By
-            default, all channels are rotated.
+        rotary_dim: channels to rotate, as a slice or as an int R for the first R channels. The other channels become
+            x̄. By default, all channels are rotated.
         phase: φ (H or 1, R/2), or a pair (for q, for k).
         amplitude: a number, or a tensor (R/2,) or (H or 1, R/2), as in YaRN and LongRoPE.
         inverse: rotate by -Θ, where Θ includes the phase. This undoes a rotation, but not an activation or amplitude.
@@ -221,7 +221,7 @@ def rotate(
         out, out_start: see :func:`cosine`; rotary_dim needs no copy here.
 
     Returns:
-        a tensor (B, H, N, D), or (N, H, D) for packed tokens, for each input, in x's dtype and memory order. For qkv,
+        for each input, a tensor (B, H, N, D), or (N, H, D) for packed tokens, in x's dtype and memory order. For qkv,
         the result is q, k and v, each (B, N, H, D) or (N, H, D).
 
     Differentiability and errors are the same as for :func:`cosine`.

@@ -87,9 +87,9 @@ def linear_attention(
 
     On an H100 in bfloat16 with head_dim 64, linear attention is faster than softmax attention (PyTorch's fastest
     backend, without positions) above about 200 tokens. For shorter sequences, prefer softmax attention, which is at
-    least as fast. At 4,096 tokens, both passes are about ten times as fast. With a causal mask, they are six times as
-    fast at 8,192 tokens. The measurements are in benchmark-linear.csv, linear-training.csv and linear-scaling.csv in
-    scripts/results.
+    least as fast. At 4,096 tokens, the forward and backward passes of linear attention are about ten times as fast as
+    those of softmax attention. With a causal mask, they are six times as fast at 8,192 tokens. The measurements are in
+    benchmark-linear.csv, linear-training.csv and linear-scaling.csv in scripts/results.
 
     Args:
         q, k, v: tensors (B, H_q, N_q, D), (B, H_k, N_k, D) and (B, H_k, N_k, D_v) with any strides. H_k must divide H_q

@@ -382,7 +382,7 @@ class Operator(ABC):
         needs: Any,
         outs: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Run the kernels of a backward pass. If ``outs`` is passed, write the gradients of the rows to them."""
+        """Run the kernels of a backward pass. If ``outs`` is passed, write the gradients of the rows to it."""
         return self.launcher(call).backward(call, grads, inputs, saved, needs, outs)
 
     def backward(

@@ -136,7 +136,7 @@ def _run_with_target(
 ) -> tuple[Tensor, ...]:
     """Run a validated call like :func:`run_call`, and return its outputs in the target.
 
-    Kernels write to the target directly if they can. Otherwise, the outputs are copied to it.
+    Kernels write to the target directly if they can. Otherwise, the outputs are copied to the target.
     """
     direct = direct and is_plain(target.tensors)
     _check_call_target(call, xs, phase, direct, target, groups)

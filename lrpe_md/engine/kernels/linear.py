@@ -868,7 +868,7 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     Args:
         p_states: states (P or fewer, B G R, size) of the first pieces or, in a backward scan, of the last pieces. The
             sum also runs over R heads.
-        slots: the outputs: S (slots, B G, D_v Ê) in the operands' dtype, and Z (slots, B G, sums).
+        slots: the outputs S (slots, B G, D_v Ê), in the operands' dtype, and Z (slots, B G, sums).
         ends: initial and final states (B or sequences, G, size), or None.
         p_table: the table of :func:`locate_piece`, or None if all tokens form one slot of one sequence.
     """

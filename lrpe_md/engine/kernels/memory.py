@@ -137,7 +137,7 @@ def linear_transition_kernel(k, gate, side, p_transitions, blocks: "sizes", size
 
 @triton.jit
 def multiply_precisely(a, b, acc, V: tl.constexpr):
-    """Return a @ b + acc with about the precision of the accumulator. 16-bit inputs only need three TF32 products."""
+    """Return a @ b + acc with about the precision of the accumulator. 16-bit inputs need only three TF32 products."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
     elif V.fast:
@@ -255,8 +255,8 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
     that each part is added before the state is stored, not after.
 
     Args:
-        parts: B (P, B G R, size), which is summed over R heads; A (F, B G, elements); the initial state (B G, size) or
-            None.
+        parts: B (P, B G R, size), which is summed over R heads; A (F, B G, elements); and the initial state (B G, size)
+            or None.
         p_decay: decay factors (F, B G).
         series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan being differentiated, and
             the output for partial sums of dg (programs of a head, F, B G). Last come the slots, or (None, None). In a

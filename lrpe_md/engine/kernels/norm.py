@@ -79,7 +79,7 @@ def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
 
 @triton.jit
 def find_token_group(o_g, num_grid, V: tl.constexpr):
-    """Return the group of each token: 0 for the prefix (negative grid indices), 1 for the grid, 2 for the suffix."""
+    """Return the group of each token: 0 for the prefix (negative indices), 1 for the grid, and 2 for the suffix."""
     if V.token_groups > 1:
         group = (o_g >= 0).to(tl.int32) + (o_g >= num_grid).to(tl.int32)
         return tl.minimum(group, V.token_groups - 1)  # masked tokens beyond the end also need a valid group

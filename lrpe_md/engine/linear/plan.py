@@ -164,7 +164,7 @@ def shrink(tile: LinearTile) -> list[LinearTile]:
 
 
 def choose_divisor(causal: bool, raw: bool) -> int:
-    """Return the divisor of PROGRAMS for kernels of which fewer programs run at once.
+    """Return the number by which to divide PROGRAMS for kernels that run fewer programs at once.
 
     With a causal mask, kernels need twice the registers. If there are no features to compute (``raw``), they are
     limited only by memory bandwidth, so one program per multiprocessor is enough.

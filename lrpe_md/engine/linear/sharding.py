@@ -44,8 +44,8 @@ def run_shards(
     """Run a call on the local shards. Return o with q's placements and, if ``return_state`` is set, the state.
 
     The state is sharded like k along batch and heads, and replicated otherwise. The rules for placements and gradients
-    are those of :mod:`engine.encode.sharding`. k and v may be replicated along a mesh axis that shards q's heads if
-    there is one key head, and along one that shards q's tokens if there is no mask.
+    are those of :mod:`engine.encode.sharding`. In addition, k and v may be replicated along a mesh axis that shards q's
+    heads if there is one key head, and along one that shards q's tokens if there is no mask.
     """
 
     def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
