@@ -32,7 +32,7 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
 
 
 def describe_positions(value: Any) -> str:
-    """Describe invalid positions for an error message, with advice if it looks like coordinates or a grid shape."""
+    """Describe invalid positions for an error message, with advice if they look like coordinates or a grid shape."""
     if isinstance(value, Tensor):
         return "a Tensor; pass Coordinates(tensor)"
     if hasattr(value, "__array__"):
@@ -89,7 +89,7 @@ def can_read(t: Tensor) -> bool:
 
 
 def check_boundaries(cu_seqlens: Any, x: Tensor | None = None, owner: str = "x") -> None:
-    """Check the type, dtype and shape of the boundaries of packed sequences, and the device as :func:`check_dense`."""
+    """Check the type, dtype, shape and, if x is passed, the device of the boundaries of packed sequences."""
     check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)", x, owner)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -99,7 +99,7 @@ def check_boundaries(cu_seqlens: Any, x: Tensor | None = None, owner: str = "x")
 
 
 def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = True) -> None:
-    """Check the boundaries of packed sequences if the host can read the tensor.
+    """Check the values of ``cu_seqlens``, the boundaries of packed sequences, if the host can read them.
 
     to_the_end: whether the last sequence must end at the last token.
     """
@@ -132,7 +132,7 @@ def a_or_an(noun: str) -> str:
 def find_similar(name: Any, known: Iterable[str]) -> str | None:
     """Return the known name that a misspelt name or a synonym probably stands for, or None.
 
-    A name without its number stands for the first number.
+    If only a trailing number is missing, return the first known name that matches.
     """
     if not isinstance(name, str):
         return None
@@ -150,7 +150,7 @@ def suggest(name: Any, known: Iterable[str]) -> str:
 
 
 def explain_unknown(argument: str, name: Any, known: Iterable[str], expected: str) -> str:
-    """Return an error about an unknown name. A similar known name comes before ``expected``, which may be long."""
+    """Return an error about an unknown name. Suggest a similar name first, because ``expected`` may be long."""
     close = find_similar(name, known)
     if close is None:
         return f"{argument}: expected {expected}, got {name!r}"
@@ -158,7 +158,7 @@ def explain_unknown(argument: str, name: Any, known: Iterable[str], expected: st
 
 
 def check_reference(reference: Sequence[int | None], grid: Sequence[int], patch_size: Sequence[int]) -> None:
-    """Raise an error if a reference size is much larger than the patch grid and so is probably in pixels."""
+    """Raise an error if a reference size is so much larger than the patch grid that it is probably in pixels."""
     sizes = zip(reference, grid, patch_size, strict=True)
     if any(size is not None and patch >= 8 and size >= number * patch for size, number, patch in sizes):
         raise ValueError(

@@ -76,8 +76,8 @@ def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) ->
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """Run :func:`lrpe_cosine_md`, and store H · N · D angles Θ for the backward pass.
 
-    This function only exists because the document defines it. Stored angles are never faster than recomputed ones
-    (docs/tuning.md), and cause more memory traffic if each head has its own θ.
+    This function exists only because the document defines it. Loading stored angles is never faster than recomputing
+    them (docs/tuning.md), and causes more memory traffic if each head has its own θ.
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", x, ())
@@ -131,14 +131,14 @@ def lrpe_rotate_1d(
     Args:
         x: one tensor, or (q, k), which share a launch and may have different numbers of heads (GQA).
         theta: frequencies (H, R/2), (1, R/2) or (R/2,), or (H,) for one frequency per head. R is the rotated width, and
-            H is the number of heads of x, or of k. If H = R/2, a theta of that length is read as (R/2,).
+            H is the number of heads of x, or of k. If H = R/2, a theta of that length is interpreted as (R/2,).
         offset: position of the first token, an int or an integer tensor of shape (), (1,) or (B,). A tensor is read on
-            the device, so a new value needs no synchronisation and no new kernel. With left padding, the offset is
-            negative.
+            the device, so a new value requires neither a synchronisation nor a new kernel. With left padding, the
+            offset is negative.
         cu_seqlens: boundaries (S + 1,) of sequences packed end to end in x (1, H, N, D) or (N, H, D). The result has
-            the same shape. In each sequence, positions start again at ``offset``, which may have shape (S,). See
+            the shape of x. Positions restart at ``offset`` in each sequence, and ``offset`` may have shape (S,). See
             :func:`lrpe_md.positions.packed_positions`.
-        rotary_dim: channels to rotate, the first R (an int) or a slice.
+        rotary_dim: channels to rotate, as a slice or as an int R for the first R channels.
         pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
 
     Other arguments, differentiability and errors are the same as in :func:`lrpe_md.rotate`.

@@ -74,8 +74,9 @@ def cosine(
         xs: one or two tensors (B, H, N, D) with any strides. Their numbers of heads may differ (GQA). Slices of a
             packed qkv projection are not copied. DTensors sharded along batch, heads or tokens keep their sharding;
             pass the other arguments unsharded and equal on all ranks. With packed samples, or with tables that have a
-            row per token, (N, H, D) is also accepted.
-        qkv: packed projection (B, N, 3, H, D), or (N, 3, H, D) for packed tokens, instead of xs. It is not copied.
+            row per token, shape (N, H, D) is also accepted.
+        qkv: packed projection (B, N, 3, H, D), or (N, 3, H, D) for packed tokens, instead of xs. The projection is not
+            copied.
         num_key_heads: H_k, if qkv stacks the heads of q, k and v as (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D).
         omega: frequencies (H or 1, D, K) in radians per unit of position, as float32 or float64. H is the number of key
             heads, and query head h uses ``omega[h // (H_q / H_k)]``.
@@ -86,31 +87,32 @@ def cosine(
             phase and amplitude. The shape is (N', D), (B or 1, N', D) or (B or 1, H or 1, N', D), where H is the number
             of key heads. Any float dtype and any strides are accepted, including stride 0, and nothing is copied.
         prefix: number of tokens before the first row of the tables. These tokens, and any after the last row, become
-            [x̄, 0]. By default, the tables must have a row for every token. Positions define their own prefix.
-        rotary_dim: channels to map, the first R (an int) or a slice. [x̄ cos Θ, x̄ sin Θ], of width 2R, replaces these
-            channels, and the others become x̄. By default, all channels are mapped. Mapping only some channels copies
-            the output, and also the input if the softmax is over the features.
+            [x̄, 0]. By default, the tables must have a row for every token. Without tables, the positions define the
+            prefix.
+        rotary_dim: channels to map, as a slice or as an int R for the first R channels. [x̄ cos Θ, x̄ sin Θ], of width
+            2R, replaces these channels, and the others become x̄. By default, all channels are mapped. Mapping only
+            some channels requires a copy of the output, and also of the input if the softmax is over the features.
         act: activation to apply to all tokens, including the prefix: "none", "relu", "sigmoid", "silu", "softplus" or
             "softmax".
         dim: dimension of the softmax, -1 (features) or -2 (sequence). It must be None for other activations.
-        phase: φ (H or 1, D), which is added to Θ of grid tokens, but not of prefix and suffix tokens. If q and k have
-            different phases, pass a pair (for q, for k), in which None means no phase. PoPE only has a phase on the
-            keys. With P groups of phases (P, H or 1, D), the outputs of all groups are concatenated, so q·k is the
-            sum over groups. If only one phase of a pair has groups, the other phase is repeated for each group. Each
-            group costs a launch, and the output is copied.
+        phase: φ (H or 1, D), which is added to Θ of grid tokens, but not to that of prefix and suffix tokens. If q and
+            k have different phases, pass a pair (for q, for k), in which None means no phase. PoPE uses a phase only
+            for the keys. With P groups of phases (P, H or 1, D), the outputs of all groups are concatenated, so q·k is
+            the sum over groups. If only one phase of a pair has groups, the other phase is repeated for each group.
+            Each group requires its own launch, and the output is copied.
         amplitude: factor by which to multiply cos Θ and sin Θ of grid tokens: a number, or a float32 or float64 tensor
-            (D,) or (H or 1, D). Under ``torch.compile``, a tensor avoids a recompile for each new value.
+            (D,) or (H or 1, D). Under ``torch.compile``, pass a tensor to avoid recompilation for each new value.
         order: order of the two halves. "sin_cos" returns [x̄ sin Θ, x̄ cos Θ] (cosFormer).
         norm: a :class:`Norm` to apply to q and k in the same pass, x̄ = act(norm(x)). With rotary_dim, it runs in a
             separate pass in float32. Softmax over the sequence does not support a norm.
         out: tensor to write the output to, with any strides, such as ``cache[:, :, n : n + N]`` of a static cache (B,
-            H, L, ...). For q and k, pass a pair, in which None allocates a new tensor. It must not overlap with an
+            H, L, ...). For q and k, pass a pair, in which None allocates a new tensor. ``out`` must not overlap with an
             input. Most calls write directly to ``out``. Calls with phase groups, a norm over all heads, non-contiguous
             channels, or rotary_dim in the cosine map copy their result to ``out``, and so do CPU calls and compiled
             code.
         out_start: index along L at which token 0 is written. ``out`` is then the whole cache (B, H, L, ...). The index
-            is an integer tensor of shape (), (1,) or (B,), which is read on the device, so each replay of a CUDA
-            graph can write elsewhere. On a CPU, out-of-range tokens raise IndexError before anything is written (at run
+            is an integer tensor of shape (), (1,) or (B,), which is read on the device, so each replay of a CUDA graph
+            can write at a new index. On a CPU, out-of-range tokens raise IndexError before anything is written (at run
             time in compiled code). On a GPU, these tokens are dropped silently.
         impl: "auto" uses Triton on a GPU and the reference elsewhere. "triton" raises an error if Triton cannot run.
 
@@ -123,15 +125,15 @@ def cosine(
     The result is differentiable with respect to xs, omega, phase, and the norm's weight and bias. Ordinary gradients
     come from a fused, deterministic backward pass. Under ``torch.func`` transforms, and for forward mode and double
     backward, "auto" runs the reference, which is differentiable to any order and also with respect to coordinates and
-    amplitude. Gradients with respect to tables use the slower reference implementation. You can only pass ``out`` to
+    amplitude. Gradients with respect to tables use the slower reference implementation. You can pass ``out`` only to
     calls that don't record gradients.
 
     Raises:
         ValueError, TypeError: for an invalid argument, before a kernel is launched.
 
     Without a phase, q·k is the same for a distance and its negative (with axial frequencies, separately on each axis),
-    so mirrored or reversed inputs cannot be told apart. A causal mask, tokens outside of the grid or a phase on the
-    keys break this symmetry.
+    so mirrored or reversed inputs cannot be told apart. A causal mask, tokens outside of the grid, and a phase on the
+    keys each break this symmetry.
 
     Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270). Softplus and the phase come from
     PoPE (arXiv 2509.10534).
@@ -205,13 +207,13 @@ def rotate(
         omega: frequencies (H or 1, R/2, K), where R is the rotated width.
         tables: the last dimension is R/2, with one entry per pair, or R, with one entry per channel. With one entry per
             channel, a pair (a, b) becomes (a cos_a - b sin_a, a sin_b + b cos_b). Tables that repeat each pair's entry,
-            as in many libraries, therefore work unchanged, if they repeat it in the layout of ``pairs``:
+            as in many libraries, therefore work unchanged if they repeat it in the layout of ``pairs``:
             ``torch.cat([t, t], -1)`` for "half", and ``t.repeat_interleave(2, -1)`` for "interleaved". On a CPU,
-            the first call with tables of the same sizes warns if their layout differs.
+            the first call with tables of a given size warns if their layout differs.
         pairs: "half" pairs channel p with p + R/2 (Llama), and "interleaved" pairs 2p with 2p + 1 (RoFormer). A
             sequence of integers gives the size of each block in pairs, and each block uses the half layout.
-        rotary_dim: channels to rotate, the first R (an int) or a slice. The other channels become x̄. By default, all
-            channels are rotated.
+        rotary_dim: channels to rotate, as a slice or as an int R for the first R channels. The other channels become
+            x̄. By default, all channels are rotated.
         phase: φ (H or 1, R/2), or a pair (for q, for k).
         amplitude: a number, or a tensor (R/2,) or (H or 1, R/2), as in YaRN and LongRoPE.
         inverse: rotate by -Θ, where Θ includes the phase. This undoes a rotation, but not an activation or amplitude.
@@ -219,7 +221,7 @@ def rotate(
         out, out_start: see :func:`cosine`; rotary_dim needs no copy here.
 
     Returns:
-        a tensor (B, H, N, D), or (N, H, D) for packed tokens, for each input, in x's dtype and memory order. For qkv,
+        for each input, a tensor (B, H, N, D), or (N, H, D) for packed tokens, in x's dtype and memory order. For qkv,
         the result is q, k and v, each (B, N, H, D) or (N, H, D).
 
     Differentiability and errors are the same as for :func:`cosine`.

@@ -87,8 +87,9 @@ def linear_attention(
 
     On an H100 in bfloat16 with head_dim 64, linear attention is faster than softmax attention (PyTorch's fastest
     backend, without positions) above about 200 tokens. For shorter sequences, prefer softmax attention, which is at
-    least as fast. At 4,096 tokens, both passes are about ten times as fast, and with a causal mask at 8,192 tokens, six
-    times. The measurements are in benchmark-linear.csv, linear-training.csv and linear-scaling.csv in scripts/results.
+    least as fast. At 4,096 tokens, the forward and backward passes of linear attention are about ten times as fast as
+    those of softmax attention. With a causal mask, they are six times as fast at 8,192 tokens. The measurements are in
+    benchmark-linear.csv, linear-training.csv and linear-scaling.csv in scripts/results.
 
     Args:
         q, k, v: tensors (B, H_q, N_q, D), (B, H_k, N_k, D) and (B, H_k, N_k, D_v) with any strides. H_k must divide H_q
@@ -119,28 +120,28 @@ def linear_attention(
         cu_seqlens: boundaries (num_seqs + 1,) of sequences packed end to end in q (1, H, N, D), from 0 to N, as int32
             or int64. Alternatively, pass the result of :func:`lrpe_md.pack` as positions. Sequences don't attend to
             each other, and may be empty. Values are checked on a CPU, but not on a GPU, where reading them would force
-            a synchronisation. There, the kernels clamp boundaries to [0, N], and replace a decreasing boundary with the
-            largest one before it. Outputs and gradients of tokens outside of all sequences are not written, and may be
-            NaN. The reference fails with a device assertion.
+            a synchronisation. On a GPU, the kernels clamp boundaries to [0, N], and replace a decreasing boundary with
+            the largest one before it. Outputs and gradients of tokens outside of all sequences are not written, and may
+            be NaN. The reference instead fails with a device assertion.
         state: sums (S, Σ) over earlier tokens, as returned with ``return_state``. S is (B, H_k, Ê, D_v), where Ê is the
             width of k̂. Σ is (B, H_k, D) for "unrotated", (B, H_k, Ê) for "encoded" and None for "none". Both are
             float32, or float64 if q is float64. With cu_seqlens, num_seqs replaces B. You can process a causal sequence
             in chunks (with ``block``, in whole blocks) and get the same result as in a single call. Give each chunk its
             own positions, with ``Grid(start=, length=)`` or an origin.
-        return_state: whether to return (o, state), with the state after the last token.
+        return_state: whether to also return the state after the last token, as (o, state).
         decay: g in (0, 1], which requires ``is_causal`` or ``block``. Before a block is added, the state is multiplied
             by the block's g. The shape is (H_k or 1,), or (B or 1, H_k or 1, F) for the F blocks between prefix and
-            suffix. Prefix and suffix tokens don't decay the state. With ``is_causal``, each token is a block, and F
-            counts all tokens. Values are checked on a CPU, but not on a GPU, where reading them would force a
+            suffix. Prefix and suffix tokens don't decay the state. With ``is_causal``, each token is a block, and F is
+            the number of tokens. Values are checked on a CPU, but not on a GPU, where reading them would force a
             synchronisation.
         rule: how block f updates the state. "add" computes S_f = g_f S_{f−1} + Σ_{m∈f} β_m k̂_m v_mᵀ. "delta", which
             requires ``block``, first removes the values that the block's keys retrieve: S_f = g_f (I − Σ_{m∈f} β_m k̂_m
             k̂_mᵀ) S_{f−1} + Σ_{m∈f} β_m k̂_m v_mᵀ. Σ follows the same rule with k̄, or with k̂ for "encoded". Scale the
             keys or the gate so that Σ_{m∈f} β_m |k̂_m|² is about 1 or less. Otherwise, the state can grow from block to
             block.
-        directions: with "both", which requires ``block``, a query also reads a second state, which is accumulated
-            backwards from the last block to the one after the query's own block. Both states contribute to the
-            numerator and to z. This requires the whole sequence, so you can't pass a state, and none is returned.
+        directions: with "both" (requires ``block``), a query also reads a second state, accumulated backwards from the
+            last block to the one after the query's own block. Both states contribute to the numerator and to z. This
+            requires the whole sequence, so you can't pass a state, and none is returned.
         eps: absolute threshold of the normalizer.
         impl: "auto" uses Triton on a GPU and the reference elsewhere. "triton" raises an error if Triton cannot run.
 

@@ -31,7 +31,7 @@ def parameter_groups(
             this absolute amount.
 
     Returns:
-        up to three groups, with "decay", "no_decay" or "frequencies" as their "name". Empty groups are left out.
+        up to three groups, whose "name" is "decay", "no_decay" or "frequencies". Empty groups are left out.
 
     Raises:
         ValueError: for a negative or non-finite learning rate or weight decay.

@@ -35,8 +35,8 @@ def convert_pairs(
             :func:`lrpe_md.rotate`. RoFormer, GPT-J, GLM, Cohere and Mistral's own code use "interleaved". Llama in
             transformers uses "half".
         head_dim: number of channels per head, D.
-        num_heads: H, to check the weight's size. By default, any number is accepted.
-        rotary_dim: rotated channels of a head; see :func:`lrpe_md.rotate`. The other channels keep their places.
+        num_heads: number of heads, H, used to check the weight's size. By default, any number is accepted.
+        rotary_dim: rotated channels of a head; see :func:`lrpe_md.rotate`. The other channels are not moved.
 
     Returns:
         a new tensor with the same shape and dtype, which is differentiable with respect to the weight.

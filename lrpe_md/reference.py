@@ -103,7 +103,7 @@ def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ActivationFunction(NamedTuple):
-    """Activation function x̄ = act(x). ``engine/kernels/activations.py`` has a branch for each one.
+    """Activation function x̄ = act(x). ``engine/kernels/activations.py`` has a branch for each activation.
 
     Softmax is not elementwise, so its kernels are in ``engine/kernels/softmax.py``.
     """

@@ -5,9 +5,9 @@
 
 The mask selects the tokens m of the sums: all tokens for "full", all m ≤ n for "causal", and the tokens in n's block
 and in all earlier blocks for "block". Causal and block states may decay, and block states may follow the delta rule.
-Both are described in reference_memory.py.
+The decay and the delta rule are described in reference_memory.py.
 
-In shapes, B is the batch size, H_q and H_k are the numbers of heads of q and of k and v, N is the number of tokens, D
+In shapes, B is the batch size, H_q is the number of heads of q, H_k is that of k and v, N is the number of tokens, D
 is head_dim, Ê is the width of q̂ and k̂, and D_v is the width of v. Query head h reads key head h // (H_q / H_k).
 Sequences are processed in chunks of L tokens, so no matrix is N × N. Computations use float32, or float64 if q is
 float64, regardless of autocast and TF32 settings.
@@ -159,10 +159,10 @@ def attend(
             each token is a block. The state does not decay in prefix and suffix.
         cu_seqlens: offsets (num_seqs + 1,) of packed sequences, from 0 to N. Sequences do not attend to each other. B
             must be 1, and mask "block" is not supported.
-        state: sums before the first token, which are (S, Σ), or (S,) with normalizer "none". S is (B, H_k, Ê, D_v), and
-            Σ is (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. With both directions, the reverse direction's
-            sums after the last token follow. The returned state then also contains the reverse direction's sums before
-            the first token.
+        state: sums before the first token: (S, Σ) or, with normalizer "none", (S,). S is (B, H_k, Ê, D_v), and
+            Σ is (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. With both directions, these are followed by the
+            reverse direction's sums after the last token. The returned state then also contains the reverse direction's
+            sums before the first token.
         ends: numbers of prefix and suffix tokens with mask "block". Prefix and suffix are separate blocks.
         operands: dtype to which both factors of each product are rounded, also in the backward pass. Used by tests.
     """
@@ -244,7 +244,7 @@ def attend_encoded(
 
 
 def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int = 0) -> _State:
-    """Return the state before the first token. Sums that are not passed are zeros."""
+    """Return the state before the first token. Missing sums are zeros."""
     batch, heads = num_seqs or terms.k.shape[0], terms.k.shape[1]
     sizes = (terms.k.shape[-1], terms.v.shape[-1]), (terms.z_k.shape[-1],)
     missing = (terms.k.new_zeros(batch, heads, *size) for size in sizes[len(state) :])
@@ -436,7 +436,7 @@ def _scan_blocks(
 ) -> _State:
     """Return the state before each block and after the last one. With ``backward``, scan from the last block.
 
-    ``transitions`` contains A of each block for the delta rule.
+    ``transitions`` contains each block's matrix A for the delta rule.
     """
 
     def order(t: Tensor) -> Tensor:
@@ -541,7 +541,7 @@ def _attend_packed_decaying(
 
 
 def _scale_rows(t: Tensor, factors: Tensor) -> Tensor:
-    """Multiply t by factors whose shape is a prefix of t's shape."""
+    """Multiply t by factors whose shape matches the leading dimensions of t."""
     return t * factors.reshape(*factors.shape, *(1,) * (t.ndim - factors.ndim))
 
 

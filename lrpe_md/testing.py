@@ -1,10 +1,10 @@
 """Error budgets for kernels.
 
-An implementation passes if its RMS error is at most twice the reference's, and its maximum error at most four times.
-Errors are measured against a float64 result for the same inputs. The reference's error is the error of the reference in
-the inputs' dtype, or of the exact result rounded to that dtype, whichever is larger. For this purpose, the reference
-computes angles in the dtype of frequencies and positions, whereas :func:`lrpe_md.rotate` uses float64; see
-:func:`rounded_angles`. No tolerance is chosen by hand.
+An implementation passes if its RMS error is at most twice the reference's, and its maximum error is at most four times
+the reference's. Errors are measured against a float64 result for the same inputs. The reference's error is the larger
+of two errors: that of the reference in the inputs' dtype, and that of the exact result rounded to this dtype. For this
+purpose, the reference computes angles in the dtype of frequencies and positions, whereas :func:`lrpe_md.rotate` uses
+float64; see :func:`rounded_angles`. No tolerance is chosen by hand.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def budget_violation(
 ) -> Violation | None:
     """Return how ``actual`` violates the error budget, or None if it does not.
 
-    The budget is the difference between ``same``, the reference in actual's dtype with :func:`rounded_angles`, and
-    ``exact``, the reference in float64. ``ulps`` units in the last place are subtracted from each error, because
-    Triton's interpreter truncates when it stores bfloat16.
+    The budget is derived from the difference between ``same``, the reference in actual's dtype with
+    :func:`rounded_angles`, and ``exact``, the reference in float64. ``ulps`` units in the last place are subtracted
+    from each error, because Triton's interpreter truncates when it stores bfloat16.
     """
     assert actual.dtype == same.dtype, (name, actual.dtype, same.dtype)
     return find_violation(name, actual, (same.double() - exact).abs(), exact, case, ulps)
@@ -83,7 +83,7 @@ def budget_violation(
 def find_violation(
     name: str, actual: Tensor, reference_error: Tensor, exact: Tensor, case: Any = None, ulps: float = 0.0
 ) -> Violation | None:
-    """Do the work of :func:`budget_violation` for a known error of the reference."""
+    """Implement :func:`budget_violation` for a known error of the reference."""
     assert actual.shape == exact.shape, (name, actual.shape, exact.shape)
     assert exact.dtype == torch.float64
     if actual.numel() == 0:

@@ -3,7 +3,7 @@
 This folder uses these words:
 
 - options: arguments that the user passed, except tensors and positions (``core.call.Options``).
-- call: the validated arguments except x (``core.call.Call``), with a spec, a layout and tables.
+- call: the validated arguments except x (``core.call.Call``), including a spec, a layout and tables.
 - spec: description of the computation (``reference.Spec``).
 - layout: token counts and grid sizes (``core.call.Layout``).
 - tables: tensors that define positions and angles, such as ω (``core.call.Tables``).
@@ -14,8 +14,8 @@ This folder uses these words:
 - row: one head of one sample, of q or k.
 - tile: an array (tokens, channels) in the registers of a program. A row may have several tiles.
 - block: the tokens of a tile.
-- part: the rows of a group that one program processes. In causal linear attention, the tokens of a piece for which one
-  program computes a state.
+- part: the rows of a group that one program processes. In causal linear attention, a part consists of the tokens of a
+  piece for which one program computes a state.
 - piece: consecutive tokens that one linear attention program processes. The documentation calls it a chunk.
 - slot: the tokens of linear attention that read the same state, such as a block or a packed sequence.
 - walk: a program's loop over blocks and rows.

@@ -230,7 +230,7 @@ class Call(NamedTuple):
 class Variant(NamedTuple):
     """All compile-time settings of a kernel, as one value that is passed to every helper function.
 
-    Compilers write the repr into generated code, so evaluating the repr must work anywhere.
+    Compilers write the repr into generated code, so it must be valid code in any module.
     """
 
     # The computation: the fields of Spec.

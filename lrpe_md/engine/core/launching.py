@@ -98,7 +98,7 @@ def materialise(t: Tensor) -> Tensor:
 def use_affine_positions(call: Call) -> Call:
     """Return a copy of the call in which the positions of a large grid are an affine function of the indices.
 
-    Otherwise, kernels that use the hardware's sine and cosine could only count 2^22 turns per axis. On an axis of
+    Otherwise, kernels that use the hardware's sine and cosine could count only 2^22 turns per axis. On an axis of
     LARGE_GRID tokens, this would limit frequencies to 400 radians per position.
     """
     layout, tables = call.layout, call.tables
@@ -206,7 +206,7 @@ def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
 
 
 def pack_side(side: Call, variant: Variant) -> tuple[tuple[int, ...], ...]:
-    """Return packed numbers for q or k: the strides of the tables, and the numbers of the grid."""
+    """Return packed numbers for q or k: the strides of the tables, and the numbers that describe the grid."""
     return pack_numbers(*find_table_strides(side, variant)), pack_grid(side.layout)
 
 
@@ -235,7 +235,7 @@ def find_table_strides(call: Call, variant: Variant) -> tuple[int, int, int, int
 
 
 def pack_grid(layout: Layout) -> tuple[int, ...]:
-    """Return the packed sizes of three axes, the fastest first, with the magic numbers and shifts to divide by them."""
+    """Return the packed sizes of three axes, fastest first, and the magic numbers and shifts used to divide by them."""
     sizes = (*layout.sizes[::-1], 1, 1, 1)[:3]
     magics, shifts = zip(*map(find_magic, sizes), strict=True)
     return pack_numbers(*sizes, *magics, *shifts)
@@ -270,7 +270,7 @@ def are_long(strides: Sequence[tuple[int, ...]], unit: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def pack_stride(stride: tuple[int, ...], aligned: bool, long: bool) -> tuple[int, ...]:
-    """Return the packed strides of a tensor. If it is aligned, all except the channel stride are divided by 8."""
+    """Return the packed strides of a tensor. If ``aligned`` is set, divide all but the channel stride by 8."""
     unit, (*steps, last) = 8 if aligned else 1, stride
     return pack_strides(long, *(step // unit for step in steps), last)
 

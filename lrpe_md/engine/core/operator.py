@@ -206,8 +206,8 @@ class Operator(ABC):
     """Forward and backward operators with their kernels, reference, fake implementations and derivatives.
 
     The first inputs are the rows: x, or q and k, or q, k and v. A call is a NamedTuple with all other arguments. The
-    backward operator returns the gradients of the rows first. Then it returns the gradients of those learned tensors
-    that need one, in the order of :meth:`list_learned`.
+    backward operator returns the gradients of the rows, followed by those of the learned tensors that need one, in the
+    order of :meth:`list_learned`.
     """
 
     num_rows = 0  # number of inputs that are rows, which come first; 0 means all
@@ -216,9 +216,9 @@ class Operator(ABC):
     def __init__(self, prefix: str, inputs: tuple[str, ...], parts: tuple[Part, ...], options: Any, needs: Any) -> None:
         """Register the operators ``{prefix}forward`` and ``{prefix}backward``.
 
-        ``inputs`` declares the inputs and, at the end, the tensors saved for the backward pass. ``options`` and
-        ``needs`` are NamedTuple classes. Their fields select what a forward pass returns in addition to the outputs
-        (or None), and which gradients of learned tensors a backward pass computes.
+        ``inputs`` declares the inputs and, at the end, the tensors saved for the backward pass. ``options`` (or None)
+        and ``needs`` are NamedTuple classes. Their fields select what a forward pass returns in addition to the
+        outputs, and which gradients of learned tensors a backward pass computes.
         """
         *input_arguments, saved_argument = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(input_arguments)
@@ -265,7 +265,7 @@ class Operator(ABC):
 
     @abstractmethod
     def list_learned(self, call: Any, inputs: Any) -> tuple[Tensor | None, ...]:
-        """Return the tensors other than the rows that may need a gradient."""
+        """Return the tensors that may need a gradient, except the rows."""
 
     @abstractmethod
     def list_constants(self, call: Any) -> tuple[Tensor | None, ...]:
@@ -283,7 +283,7 @@ class Operator(ABC):
 
     @abstractmethod
     def read_needs(self, needs_gradients: Sequence[bool]) -> Any:
-        """Build the needs, given whether each learned tensor needs a gradient."""
+        """Build a ``needs`` tuple from flags that say whether each learned tensor needs a gradient."""
 
     @abstractmethod
     def list_needs(self, needs: Any, call: Any, inputs: Any) -> tuple[bool, ...]:
@@ -307,7 +307,7 @@ class Operator(ABC):
 
     @abstractmethod
     def pack_saved(self, call: Any, inputs: Any, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return the tensors to save and the call's other values, for the gradients that are needed."""
+        """Return the tensors to save for the needed gradients, and the call's other values."""
 
     @abstractmethod
     def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:
@@ -318,7 +318,7 @@ class Operator(ABC):
         """Run a call on DTensors, by calling ``run`` on the local shards."""
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
-        """Return the options for a forward pass that autograd records, and the number of results that the user gets."""
+        """Return the options for a forward pass that autograd records, and the number of results for the user."""
         raise NotImplementedError("operators with options must override keep_for_backward")
 
     # --- a call, from the choice of the path to a launch
@@ -382,7 +382,7 @@ class Operator(ABC):
         needs: Any,
         outs: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Run the kernels of a backward pass. If ``outs`` are passed, write the gradients of the rows to them."""
+        """Run the kernels of a backward pass. If ``outs`` is passed, write the gradients of the rows to it."""
         return self.launcher(call).backward(call, grads, inputs, saved, needs, outs)
 
     def backward(
@@ -503,7 +503,7 @@ def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 class _Settings(NamedTuple):
-    """Arguments of :class:`_Run` other than tensors."""
+    """Non-tensor arguments of :class:`_Run`."""
 
     operator: Operator
     call: Any

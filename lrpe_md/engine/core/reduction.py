@@ -46,7 +46,7 @@ def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
 
 
 def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Needs) -> list[Tensor]:
-    """Compute dω, dφ and the gradients of the weights, if they are needed.
+    """Compute the needed gradients of ω, φ and the weights.
 
     The gradients have the shapes of ω, φ and the weights.
     """
@@ -108,7 +108,7 @@ class Job(NamedTuple):
 
 
 def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor], list[Job]]:
-    """Allocate the needed gradients of ω and φ. Return these with their reduction jobs."""
+    """Allocate the needed gradients of ω and φ. Return them with their reduction jobs."""
     omega, phase = call.tables.omega, call.tables.phase
     rows, groups, slots, channels = partial.shape
     num_axes = omega.shape[2]

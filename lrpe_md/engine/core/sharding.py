@@ -164,7 +164,7 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
 
 
 def check_cut(tables: Tables, x: Any) -> None:
-    """Check that x is sharded as by torch.chunk, because tensors with the same dimensions are split that way."""
+    """Check that x's shards match those of torch.chunk, because tensors with the same dimensions are split that way."""
     if any(t is not None and t.shape[0] > 1 for t in (tables.omega, tables.phase, tables.amplitude)):
         local_part(x, HEADS)
     if tables.by_sample:

@@ -83,7 +83,7 @@ _POSITIONS = (Grid, Coordinates, Tensor)
 def _call_key(
     options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any, weights: Weights
 ) -> tuple[bool, Hashable | None]:
-    """Return the result of :func:`is_direct`, and a cache key of everything that :func:`validate` depends on.
+    """Return the result of :func:`is_direct`, and a cache key that covers everything that :func:`validate` depends on.
 
     The key is None if the call must be validated every time. This is the case for calls that aren't direct, for
     positions other than a Grid or tables, and for arguments from which validation creates tensors.
@@ -116,7 +116,7 @@ def is_laid_out(amplitude: Any) -> bool:
 def run_call(
     call: Call, xs: tuple[Tensor, ...], phase: Tensor | None, impl: str, direct: bool, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """Run a validated call. ``impl`` and the inputs determine whether it runs the kernels or the reference.
+    """Run a validated call. ``impl`` and the inputs determine whether the kernels or the reference run.
 
     Each group of phases runs separately. The outputs of the groups are then concatenated along the channels.
     """
@@ -136,7 +136,7 @@ def _run_with_target(
 ) -> tuple[Tensor, ...]:
     """Run a validated call like :func:`run_call`, and return its outputs in the target.
 
-    Kernels write to the target directly if they can. Otherwise, the outputs are copied.
+    Kernels write to the target directly if they can. Otherwise, the outputs are copied to the target.
     """
     direct = direct and is_plain(target.tensors)
     _check_call_target(call, xs, phase, direct, target, groups)
@@ -213,7 +213,7 @@ def _encode_views(
     others: tuple[Any, ...],
     target: Target | None,
 ) -> Any:
-    """Encode packed tokens (N, H, D) with ``run`` as views (1, H, N, D).
+    """Pass packed tokens (N, H, D) to ``run`` as views (1, H, N, D).
 
     ``others`` are omega, phase, amplitude and norm.
     """

@@ -142,7 +142,7 @@ def _prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, n
 
 
 def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:
-    """Return how many programs should process q to balance the work between programs.
+    """Return how many programs should process q, so that all programs have about the same amount of work.
 
     Half of the work on a tensor is proportional to its number of heads. The other half is proportional to the number of
     heads of q or of k, whichever is larger.

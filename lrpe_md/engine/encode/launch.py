@@ -56,7 +56,7 @@ def forward(
 
 
 def _remember_forward(call: Call, xs: Sequence[Tensor], launch: Launch) -> None:
-    """Remember the launch for the next forward pass with the same sizes, if only strides could make it unsuitable."""
+    """Remember the launch for the next forward pass with the same sizes, if :func:`_recall_forward` can check it."""
     tensors = _list_strided(call, xs)
     is_aligned = all(t.data_ptr() % 16 == 0 for t in tensors)
     if is_aligned and call.spec.norm == "none" and call.spec.dim != -2 and call.launches is not None:
@@ -173,9 +173,9 @@ def launch_rows(
 def find_launch(
     call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = _NO_NEEDS, prepare: Callable[..., Launch] | None = None
 ) -> Launch:
-    """Return the launch for these strides and addresses. If it is new, prepare it with :func:`prepare_launch`.
+    """Return the launch for these strides and addresses, or prepare one with :func:`prepare_launch` if there is none.
 
-    ``prepare`` replaces this function, for another kernel.
+    Pass ``prepare`` to replace :func:`prepare_launch` for another kernel.
     """
     spec = call.spec
     xs, dys, _, given_outs, start = rows
@@ -232,7 +232,7 @@ def run_launch(launch: Launch, call: Call, rows: Rows, dtype: torch.dtype) -> tu
 def point_to_pairs(
     strides: Strides, xs: Sequence[Tensor], dys: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> tuple[tuple[Any, ...], ...]:
-    """Return pointers and strides of q and of k in x, dy and the output, in the form that kernels expect."""
+    """Return pointers and strides as kernels expect them: for each of x, dy and the output, those of q and of k."""
     pairs = []
     for tensors, (q_strides, k_strides) in zip((xs, dys, outs), strides, strict=True):
         q, k = (*tensors, None, None)[:2]
@@ -329,7 +329,7 @@ def _pack_start(rows: Rows, start: Tensor) -> tuple[int, ...]:
 
 
 def _drop_equal_layouts(outs: list[Any], sources: Sequence[Tensor], dtype: torch.dtype) -> list[Any]:
-    """Replace the layouts of outputs that equal their input by None, because ``empty_like`` is faster."""
+    """Replace the layout of an output with None if it equals the input's, because ``empty_like`` is faster."""
     return [
         None if (x.dtype, x.shape, x.stride()) == (dtype, *layout) else layout
         for x, layout in zip(sources, outs, strict=True)
@@ -337,7 +337,7 @@ def _drop_equal_layouts(outs: list[Any], sources: Sequence[Tensor], dtype: torch
 
 
 def _count_sums(variant: Variant, programs: int, groups: int, counts: tuple[int, int]) -> Sums:
-    """Return the shapes of the partial sums. ``counts`` are the rows of q, and the rows per head, of weights' sums."""
+    """Return the shapes of the partial sums. ``counts`` is (rows for q, rows per head), as in :class:`Sums`."""
     angles, weights = None, None
     if variant.need_dangles:
         angles = programs // groups, groups, variant.num_axes + variant.has_phase, variant.num_channels
@@ -350,7 +350,7 @@ def _count_sums(variant: Variant, programs: int, groups: int, counts: tuple[int,
 def describe_variant(
     call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs
 ) -> tuple[list[Any], dict[str, list[Any]], Variant]:
-    """Return the size and stride of each output, all strides, and the variant without the division of the work."""
+    """Return the size and stride of each output, all strides, and the variant before the work is divided."""
     spec, tables, weights, cos_sin = call.spec, call.tables, call.weights, call.cos_sin
     xs, dys = rows.xs, rows.dys
     sources = dys or xs
@@ -410,7 +410,7 @@ def pack_table_strides(call: Call, variant: Variant) -> tuple[int, ...]:
 def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
     """Divide channels into small blocks if their number isn't a power of two, so that no threads are idle.
 
-    This only works if all channels are mapped, and if there are no sums over channels.
+    This works only if all channels are mapped and nothing is summed over channels.
     """
     channels = variant.num_channels  # a multiple of 4 or 8 if all channels are mapped
     if len(variant.begins) > variant.num_mapped or channels == variant.block_c or num_tokens * channels >= 2**31:
@@ -428,7 +428,7 @@ def _find_tile_width(variant: Variant) -> int:
 
 
 def pack_pairs(strides: dict[str, list[tuple[int, ...]]], variant: Variant) -> Strides:
-    """Return the packed strides of q and k in x, dy and the output."""
+    """Return the packed strides of q and k, for each of x, dy and the output."""
     aligned, long, zeros = variant.aligned, variant.long, (0, 0, 0, 0)
     pairs = [[*group, zeros, zeros][:2] for group in strides.values()]
     return tuple(tuple(launching.pack_stride(stride, aligned, long) for stride in pair) for pair in pairs)

@@ -1,4 +1,4 @@
-"""Operator of encodings, which apply an optional norm and then the cosine or rotate map."""
+"""Operator for encodings, which apply an optional norm and then the cosine or rotate map."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_in_place(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tenso
 
 
 class Encode(Operator):
-    """Operator of encodings. Its learned tensors are omega, phase, the caller's tables and the norm's weights.
+    """Operator for encodings. Its learned tensors are omega, phase, the caller's tables and the norm's weights.
 
     For softmax over the sequence, the forward pass saves the maximum and the sum (2, B, H, D).
     """

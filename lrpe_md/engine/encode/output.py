@@ -1,4 +1,4 @@
-"""Check the output tensors that the caller passes (``out``). If no launch writes to them, copy the outputs to them."""
+"""Check the output tensors that the caller passes (``out``), and copy the outputs to those that no launch fills."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FORM = "(B, H, N, D)"
 class Target(NamedTuple):
     """Destination of the outputs.
 
-    ``outs`` holds a tensor (B, H, N, ...), or (B, H, L, ...) with a start, for each input. If an element is None, that
-    output is allocated. ``start`` is the index along L of the first token, an integer tensor of shape (1,) or (B,) that
-    is read on the device. If the target is for only one of two inputs, ``number`` is the index of that input.
+    ``outs`` holds one tensor per input, of shape (B, H, N, ...), or (B, H, L, ...) with a start. If an element is None,
+    that output is allocated. ``start`` is the index along L of the first token, an integer tensor of shape (1,) or (B,)
+    that is read on the device. If the target is for only one of two inputs, ``number`` is the index of that input.
     """
 
     outs: tuple[Tensor | None, ...]
@@ -33,7 +33,7 @@ class Target(NamedTuple):
         return Target((self.outs[i],), self.start, i)
 
     def name(self, i: int) -> str:
-        """Return the name of an output, for error messages."""
+        """Return the name of an output for error messages."""
         i = i if self.number is None else self.number
         return "out" if len(self.outs) == 1 and self.number is None else f"out[{i}]"
 
@@ -52,7 +52,7 @@ class Target(NamedTuple):
 
 
 def take_target(out: Any, start: Any, number: int) -> Target | None:
-    """Convert ``out`` and ``out_start``, the arguments of a call on ``number`` tensors, to a target."""
+    """Convert the arguments ``out`` and ``out_start`` of a call with ``number`` tensors to a target."""
     if out is None:
         if start is not None:
             raise ValueError("out_start: expected None without out, because it is a row index into out")
@@ -94,10 +94,10 @@ def check_target(
     width: int,
     direct: bool,
 ) -> None:
-    """Check the target before anything is written. The results for shapes, strides and dtypes are cached.
+    """Check the target before anything is written. The results of checking shapes, strides and dtypes are cached.
 
-    ``sources`` are the other tensors that the call reads, and ``names`` are the names of these tensors in error
-    messages. ``width`` is the number of channels of an output. Set ``direct`` if all tensors are plain and have memory.
+    ``sources`` are the other tensors that the call reads, and ``names`` are their names in error messages. ``width`` is
+    the number of channels of an output. Set ``direct`` if all tensors are plain and have memory.
     """
     start = target.start
     if is_transforming():
@@ -165,7 +165,7 @@ def _check_no_overlap(
 
 
 def _find_name(target: Target, number: int) -> str:
-    """Return the name of an output, for error messages. ``number`` counts only outputs that are not None."""
+    """Return the name of an output for error messages. ``number`` counts only outputs that are not None."""
     return target.name([i for i, t in enumerate(target.outs) if t is not None][number])
 
 
@@ -209,7 +209,7 @@ def _overlaps_itself(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 def _may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors whose ranges of addresses overlap may share memory."""
+    """Return whether two tensors whose address ranges overlap may share memory."""
     if not (a.numel() and b.numel()):
         return False
     distance, itemsize = b.data_ptr() - a.data_ptr(), a.element_size()

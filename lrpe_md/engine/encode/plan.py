@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Division of the work among programs. A compiled kernel only depends on the first six fields."""
+    """Division of the work among programs. A compiled kernel depends only on the first six fields."""
 
     block_r: int  # number of rows (heads of samples) that are loaded together in a step
     block_n: int  # tokens of a tile
@@ -174,9 +174,9 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
 
 @lru_cache(maxsize=4096)
 def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
-    """Divide rows like :func:`cut_rows`, but let the rows per program be a divisor of ``work.rows_per_weight``.
+    """Divide rows like :func:`cut_rows`, but with a number of rows per program that divides ``work.rows_per_weight``.
 
-    There may be more programs than can run at once. Some programs then wait for others to end.
+    There may be more programs than can run at once. Some programs then wait for others to finish.
     """
     best, shortest = (work.step, block_r), math.inf
     for part_rows in (n for n in range(work.rows_per_weight, 0, -block_r) if work.rows_per_weight % n == 0):
@@ -195,7 +195,7 @@ def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: i
 
     A program computes the angles of a block of tokens and then maps its rows. It processes every ``token_programs``-th
     block, as long as there are blocks for all programs. The programs then share the rows of the remaining blocks. All
-    programs run at once, unless fewer than ``step`` programs can.
+    programs run at once unless the GPU can run fewer than ``step`` programs.
     """
     row_blocks = max(1, -(-rows // block_r))
     best, shortest = (step, row_blocks * block_r), math.inf

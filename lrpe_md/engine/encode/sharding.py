@@ -18,8 +18,9 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
     """Run a call on the local shards. Return DTensors with the placements of xs.
 
     Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence, or
-    their rows of tables. Other tensors are sharded like xs along shared dimensions, and replicated along all others.
-    Plain tensors count as replicated. Gradients are the same as without sharding, with the placements of their tensors.
+    their rows in the tables. Other tensors are sharded like xs along shared dimensions, and replicated along all
+    others. Plain tensors count as replicated. Gradients are the same as without sharding, and have the placements of
+    their tensors.
     """
     spec, layout, tables = call.spec, call.layout, call.tables
     sharding.check_placements(spec, xs, tables.omega, tables.phase)

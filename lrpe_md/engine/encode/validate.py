@@ -257,7 +257,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
 
 
 def remedy_layout(x: Tensor, positions: Any) -> str:
-    """Return advice if the axes of ``x`` or of the positions are in the wrong order or missing, or ""."""
+    """Return advice if axes of ``x`` or of the positions are missing or in the wrong order, and "" otherwise."""
     coords = positions.coords if isinstance(positions, Coordinates) else positions
     if isinstance(coords, Tensor) and coords.ndim == 2 and coords.shape in ((x.shape[0], x.shape[2]), (1, x.shape[2])):
         return "; for position ids (B, N) on one axis, pass positions[..., None]"

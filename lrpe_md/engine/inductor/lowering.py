@@ -149,7 +149,7 @@ _LARGEST_SHARED = 227 * 1024  # bytes per program, on the GPUs for which the til
 
 
 def _check_compilable(launch: KernelLaunch, device: torch.device | None) -> None:
-    """Check that Inductor can compile the kernel, with bitwise identical results and without smaller tiles."""
+    """Check that Inductor can compile the kernel with the same tiles and bitwise identical results."""
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper and _needs_launcher(launch):
@@ -346,9 +346,8 @@ def _is_aligned(box: Any) -> bool:
 def _find_predecessors(inputs: _Inputs) -> set[str]:
     """Return the names of buffers that must exist before the outputs are allocated.
 
-    These are the operator's input buffers. If all of them are inputs of the graph, any other tensors that the first
-    users of the outputs read are also included. An example is the incoming gradient, if the backward pass of attention
-    recomputes an encoding.
+    These are the operator's input buffers. If they are all graph inputs, other buffers that the outputs' first users
+    read are also included, such as the incoming gradient if the backward pass of attention recomputes an encoding.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V

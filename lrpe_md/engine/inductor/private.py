@@ -1,7 +1,7 @@
 """Wrap private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
 
 ``READ_FROM`` maps each name to the torch version in which we looked it up, and includes the names in lowering.py,
-core/recording.py and the integrations, but no attributes of objects. A test reports names that torch has removed.
+core/recording.py and the integrations, but not attributes of objects. A test reports names that torch has removed.
 """
 
 from __future__ import annotations

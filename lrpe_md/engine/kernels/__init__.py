@@ -5,7 +5,7 @@
 - angles, tables: cos Θ and sin Θ, computed from token indices or loaded from the caller's tables.
 - activations, norm, softmax: steps before the map. Softmax is over features or over the sequence.
 - features: q̂ and k̂ of linear attention.
-- linear, linear_causal: linear attention without a causal mask, and with a causal mask.
+- linear, linear_causal: linear attention without and with a causal mask.
 - decay: states that decay from token to token.
 - memory: states that decay or follow the delta rule from block to block.
 - reduce: sums of the partial gradients of ω, φ and a norm's weights.

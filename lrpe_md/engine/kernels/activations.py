@@ -1,8 +1,9 @@
 """Compute x̄ = act(x) and its derivative, with a branch for each entry of ``reference.ACTIVATIONS``.
 
-If V.functions is 0, Triton's functions are used. If it is 1, CUDA's approximations of 2^x and 1/x are used, which are
-accurate to 2 units in the last place of a float32. exp(x) = 2^(x log2 e) then has a relative error of 6e-8 |x| from the
-rounding of its argument, like Triton's exp. If it is 2, polynomials are also only as accurate as 16-bit results need.
+If V.functions is 0, Triton's functions are used. If it is 1, CUDA's approximations of 2^x and 1/x are used, with errors
+of at most 2 units in the last place of a float32. Like Triton's exp, exp(x) = 2^(x log2 e) then has a relative error of
+6e-8 |x| from the rounding of its argument. If it is 2, polynomials are also less accurate, but accurate enough for
+16-bit results.
 """
 
 import triton

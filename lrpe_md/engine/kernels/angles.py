@@ -1,4 +1,4 @@
-"""Compute coordinates, angles, and then cos and sin for a block of tokens, given the indices of the tokens."""
+"""Compute coordinates, then angles, then cos and sin for a block of tokens from the indices of the tokens."""
 
 import triton
 import triton.language as tl
@@ -233,7 +233,7 @@ def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def count_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """Compute Θ like :func:`form_fixed_angles`, but in radians, between one turn and two turns.
+    """Compute Θ like :func:`form_fixed_angles`, but in radians and in the range from one to two turns.
 
     The bits of the fixed-point number are reused as those of a float32, which avoids a conversion. With each step along
     the grid, the error grows by up to 2^-32 of a turn.
@@ -301,7 +301,7 @@ def take_cos_sin(angles, half, V: tl.constexpr):
     """Compute cos and sin of an angle from :func:`form_angles`.
 
     V.fast selects CUDA's approximations, whose absolute error is 2^-20.5 on [-2π, 2π] (PTX ISA, sin.approx). A sum over
-    axes may span a few turns, where the error is slightly larger, but still below the rounding of 16-bit results.
+    axes may span a few turns, where the error is slightly larger, but still below the rounding error of 16-bit results.
     Otherwise, minimax polynomials on [-π/2, π/2] have an error of at most 1.3e-7.
     """
     if V.wide:

@@ -89,7 +89,7 @@ def causal_mask(V: tl.constexpr, KEYS_FIRST: tl.constexpr = False):
 
 @triton.jit
 def fade_pairs(L, V: tl.constexpr, KEYS_FIRST: tl.constexpr = False):
-    """Return the decay from each key to each query of a block, or 0 for later keys, as :func:`causal_mask` does."""
+    """Return the decay from each key to each query of a block, or 0 for keys that :func:`causal_mask` excludes."""
     mask = causal_mask(V=V, KEYS_FIRST=KEYS_FIRST)
     logs = L[None, :] - L[:, None] if KEYS_FIRST else L[:, None] - L[None, :]
     return fade(tl.where(mask, logs, float("-inf")), V=V)

@@ -198,8 +198,8 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 def map_row(loaded_row, cos, sin, o_n, c0, row_weights, V: tl.constexpr):
     """Map one row, forward or backward, and store the result.
 
-    Return dΘ if it is needed, and the row's contributions to dγ and dβ, added to dweights_before unless that is ().
-    row_weights is (weights, dweights_before).
+    Return dΘ if it is needed, and the row's contributions to dγ and dβ, which are added to dweights_before if it isn't
+    (). row_weights is (weights, dweights_before).
     """
     weights, dweights_before = row_weights
     xa, xb, ga, gb, place, token_range = loaded_row
@@ -289,10 +289,10 @@ def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
 def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     """Load x and dy of V.block_r rows, starting at row r0. Return them with the location of each row.
 
-    If only one of x and dy is needed, that one is returned twice. ``tensors`` is (x, dy, output, statistics of softmax
+    If only x or only dy is needed, it is returned twice. ``tensors`` is (x, dy, output, statistics of softmax
     over the sequence, extras of :func:`lrpe_kernel`). ``rows`` is (end, first sample, group, number of groups, heads).
-    A location consists of the rows of x, dy and the output, the number of tokens, and pointers to the statistics. After
-    each location comes the range of tokens to write, which is only set with V.has_start.
+    A location consists of the rows of x, dy and the output, the number of tokens, and pointers to the statistics. Each
+    location is followed by the range of tokens to write, which is set only with V.has_start.
     """
     x, dy, o, stat, extras = tensors
     r_hi, sample, g, G, heads = rows
@@ -389,7 +389,7 @@ def map_rows(loaded_rows, cos_sin, o_n, c0, norm, sums, V: tl.constexpr):
 def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
     """Return float64 factors for each token: dΘ is multiplied by s_j for dω_j, and by 1 for dφ.
 
-    Off the grid, all are 0.
+    Off the grid, all factors are 0.
     """
     weights = ()
     K: tl.constexpr = V.num_axes
@@ -458,25 +458,25 @@ def lrpe_kernel(
 
     All programs are on the x axis of the launch grid. Their number is T (programs for the token blocks) times G (groups
     of heads that share frequencies) times the number of parts of a group's rows. There are P runs of M parts, or P runs
-    per sample with V.by_sample. Programs are ordered as in memory: either tokens come first, or the groups and parts of
-    a sample. A group has group0 heads of q and group1 heads of k. Its ``span`` rows are these heads, sample by sample.
-    A part has ``per`` rows.
+    per sample with V.by_sample. Programs are in memory order: either the tokens come first, or the groups and parts of
+    a sample do. A group has group0 heads of q and group1 heads of k. Its ``span`` rows are these heads, sample by
+    sample. A part has ``per`` rows.
 
     Args:
-        x, dy, o: input (B, H, N, D), gradient (B, H, N, D or 2D) and output (y or dx). Each holds the pointer and the
-            packed strides (b, h, n, d) of the only tensor or of q, and those of k.
-        stat: maximum and sum over the sequence (2, B, H, D) of the only tensor or of q, and of k.
+        x, dy, o: input (B, H, N, D), gradient (B, H, N, D or 2D) and output (y or dx). Each holds a pointer and packed
+            strides (b, h, n, d) for the only tensor or for q, followed by those for k.
+        stat: maximum and sum over the sequence (2, B, H, D) for the only tensor or for q, and for k.
         tables: ω (G or 1, C, K), φ (G or 1, C), coordinates (..., num_grid, K), origin (..., K) of a grid, its scale
             and shift (K, 2), the mask of rotated tokens (..., num_grid) with one byte per token, amplitude (G or 1, C),
             and the tables of :func:`point_to_tables`. Any of them may be None.
         p_partial: float64 sums of s_j dΘ for dω and dφ (parts, T, G, J, C).
         extras: with a norm, pointers to the weight and bias of q and of k, a pointer to the partial sums of their
             gradients, and two packed numbers: q's parts per sample, and runs of parts. All rows of a part share their
-            weights. Without a norm, None. With V.has_start, a pair of these extras and ``start`` of
-            :func:`move_output`.
+            weights. Without a norm, the extras are None. With V.has_start, this argument is a pair of the extras and
+            ``start`` of :func:`move_output`.
         first_index: grid index of token 0, which is negative if there are prefix tokens.
-        numbers: packed numbers of the programs, magic numbers and shifts for their divisions, and the table strides and
-            grid from ``pack_side`` in core/launching.py.
+        numbers: packed numbers that describe the programs, the magic numbers and shifts for divisions by them, and the
+            table strides and grid from ``pack_side`` in core/launching.py.
         V: compile-time settings, a :class:`lrpe_md.engine.core.call.Variant`.
     """
     programs, magics, shifts, steps, axes = numbers

@@ -2,8 +2,8 @@
 
 The features of a row are a tuple of tiles. The output of the map comes first, with both halves interleaved. The
 channels that the map leaves unchanged follow as x̄ (see encode.py). Some widths that are not powers of two are split
-into several tiles, both for the map and for v. Without a map, neighbouring channels form pairs that are not rotated. If
-all channels were in a single tile, sums over the channels of a row might involve all warps.
+into several tiles, both for the map and for v. Without a map, neighbouring channels still form pairs (not rotated),
+because sums over the channels of a single tile might involve all warps.
 
 A "side" (q or k) has two parts. The first part consists of the frequencies, positions and tables for its tokens. q and
 k often share the first part. The second part is the norm: None, or γ, β, partial sums for their gradients, and the grid
@@ -110,7 +110,7 @@ def locate_tensors(tensors, b, h, V: tl.constexpr):
 
 @triton.jit
 def load_side(side, b, g, h, V: tl.constexpr):
-    """Load the frequencies of key head g. Return them with the offsets of its amplitudes, positions and mask, and h.
+    """Load the frequencies of key head g. Return them with the offsets of the amplitudes, positions and mask, and h.
 
     Callers also pass on the side's pointers, because a Triton function can't return a pointer that is None.
     """
@@ -247,7 +247,7 @@ def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
 
 @triton.jit
 def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
-    """Set channels of x̄ beyond the row's width to 0. With TOKENS, do the same to tokens beyond the end."""
+    """Set channels of x̄ beyond the row's width to 0. With TOKENS, also set tokens beyond the end to 0."""
     if V.keeps_zero:
         return x_bar
     else:

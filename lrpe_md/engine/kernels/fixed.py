@@ -56,7 +56,7 @@ def copy_rows(p_x, p_o, program, SIZES: tl.constexpr, FROM: tl.constexpr, TO: tl
 class Copy(NamedTuple):
     """Copy of rows (B, H, N, D) into a joined tensor.
 
-    The launch that writes the other rows of the joined tensor makes the copy, in extra programs.
+    Extra programs of the launch that writes the other rows of this tensor make the copy.
     """
 
     source: Any
@@ -90,7 +90,7 @@ class Copy(NamedTuple):
 class Fixed(NamedTuple):
     """A kernel that takes tensors, ``NUMBERS``, ``TYPES`` and ``V``.
 
-    The values of all arguments but ``V`` are included.
+    This tuple includes the values of all arguments except ``V``.
     """
 
     kernel: Any
@@ -105,8 +105,8 @@ class Fixed(NamedTuple):
 def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
     """Return a kernel with the numbers among ``args`` compiled in. If ``copy`` is passed, extra programs make the copy.
 
-    Inductor would derive the type of a number from its value, and would only compile in numbers that are 1. Here,
-    numbers have the types that the kernel declares. Compiled-in numbers also don't add to the launch time.
+    Inductor would derive the type of a number from its value, and would compile in only numbers that are equal to 1.
+    Here, numbers have the types that the kernel declares. Compiled-in numbers also don't add to the launch time.
     """
     tensors: list[Any] = []
     numbers: list[int | float] = []

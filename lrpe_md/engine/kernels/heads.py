@@ -295,7 +295,7 @@ def heads_kernel(
 ):  # fmt: skip
     """Apply a norm over all heads and then either map, forward or backward, to one tensor or to q and k.
 
-    The first programs process the tokens of q, and the others those of k.
+    The first programs process the tokens of q, and the remaining programs process the tokens of k.
 
     Args:
         x, dy, o: pointer and strides (b, n, h, d) of q and of k.

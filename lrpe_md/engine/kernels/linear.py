@@ -6,7 +6,7 @@ the states before the pieces of tokens that linear_causal.py processes.
 S is stored transposed, as Sᵀ (D_v, Ê), with one tile for each pair of a feature tile and a value tile. This way, v goes
 to the matrix units exactly as it was loaded. In the one-pass variant, a program computes the state of one key head of a
 sample and then the outputs of its query heads. In the two-pass variant, programs first compute the states of pieces of
-the tokens. Another kernel sums these states if there are several pieces, and further programs use the sums. Both
+the tokens. If there are several pieces, another kernel sums these states. Further programs then use the sums. Both
 variants share their loops: one over keys and values for S, one over queries for o, one over queries and do for dq,
 another for dS, and one over keys and values for dk and dv.
 
@@ -432,8 +432,8 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
     """Add the sum of q̂ doᵀ / z over tokens [begin, end) of one head to dS.
 
     With a causal mask, also add the sum of dz q̂ (or dz q̄) to dZ. ``grads`` is (dS, dZ), and ``tensors`` is
-    (q, do, scales, decay). With a causal mask, ``scales`` is the result of :func:`point_to_scales`. ``decay`` is None,
-    or log g and the head of the keys.
+    (q, do, scales, decay). With a causal mask, ``scales`` is the result of :func:`point_to_scales`. ``decay`` is None
+    or (log g, key head).
     """
     q, do, scales, decay = tensors
     dS, dZ = grads
@@ -647,8 +647,8 @@ def locate_piece(pieces, p, heads):
 def point_to_piece(states, piece, row, rows, V: tl.constexpr):
     """Return pointers to S and Z of a piece.
 
-    ``states`` is a buffer (P, rows, D_v Ê + sums) and None. If there is only one piece, ``states`` may be the slot that
-    its tokens see: S (rows, D_v Ê) and Z (rows, sums).
+    ``states`` is a pair of a buffer (P, rows, D_v Ê + sums) and None. If there is only one piece, ``states`` may
+    instead be the slot that its tokens see: S (rows, D_v Ê) and Z (rows, sums).
     """
     p_states, p_sums = states
     if p_sums is None:
@@ -702,7 +702,7 @@ def linear_query_gradient_kernel(
 ):  # fmt: skip
     """Compute dq, the sums for dω, and dZ for each piece and query head.
 
-    ``dstates`` has a row for each query head, see :func:`point_to_piece`. This kernel only writes dZ.
+    ``dstates`` has a row for each query head (see :func:`point_to_piece`), of which this kernel writes only dZ.
     """
     if V.early:
         launch_next_kernel()
@@ -732,8 +732,8 @@ def linear_query_state_kernel(
 ):  # fmt: skip
     """Compute dS for each piece and query head. With a causal mask, also compute dZ, using 1/z and dz from p_scales.
 
-    ``dstates`` has a row for each query head, see :func:`point_to_piece`. If V.early is set, this kernel may run beside
-    linear_query_gradient_kernel.
+    ``dstates`` has a row for each query head (see :func:`point_to_piece`). If V.early is set, this kernel may run at
+    the same time as linear_query_gradient_kernel.
     """
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
@@ -866,11 +866,11 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     first piece. A backward scan sums in reverse order. Sums are float64 until they are stored.
 
     Args:
-        p_states: states of the first pieces or, in a backward scan, of the last ones: (P or fewer, B G R, size). The
+        p_states: states (P or fewer, B G R, size) of the first pieces or, in a backward scan, of the last pieces. The
             sum also runs over R heads.
-        slots: the outputs: S (slots, B G, D_v Ê) in the operands' dtype, and Z (slots, B G, sums).
+        slots: the outputs S (slots, B G, D_v Ê), in the operands' dtype, and Z (slots, B G, sums).
         ends: initial and final states (B or sequences, G, size), or None.
-        p_table: see :func:`locate_piece`. None if all tokens form one slot of one sequence.
+        p_table: the table of :func:`locate_piece`, or None if all tokens form one slot of one sequence.
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends

@@ -5,7 +5,7 @@ block, it multiplies queries by keys directly, as softmax attention does. The ke
 before each piece. If V.memory is "add", the state decays from token to token (see decay.py), and masks include the
 decay between two tokens.
 
-Names are the same as in linear.py. In addition, P is a matrix of products (tokens, tokens), and tri is its mask.
+Names are the same as in linear.py. In addition, P is a matrix of products (tokens, tokens).
 """
 
 import triton
@@ -136,7 +136,7 @@ def broadcast_sums(Z, like):
 
 @triton.jit
 def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
-    """Return Z (tokens, channels) at each token: the sum over earlier tokens and the token itself, with any decay."""
+    """Return Z (tokens, channels) at each token: the sum over the token and all earlier tokens, including any decay."""
     if V.memory == "add":
         sums = mix_exactly(fade_pairs(block_decay[0], V=V), counts, V=V)
         return add_rows(sums, fade_from_start(broadcast_sums(Z, counts), block_decay, V=V))
@@ -150,7 +150,7 @@ def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
 
 @triton.jit
 def form_denominator(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
-    """Return z of each query, from the query's products with Z and with the keys of its block."""
+    """Compute z of each query from the query's products with Z and with the keys of its block."""
     if V.normalizer == "encoded" and V.operand != "same":  # features cancel
         return row_dot(q_counts, sum_normalizer(k_counts, Z, block_decay, V=V))
     else:
@@ -165,7 +165,7 @@ def mix_exactly(pairs, counts, V: tl.constexpr):
     """Multiply pairs, of shape (tokens, tokens), by counts.
 
     Encoded features partly cancel in z, which would amplify rounding errors. So the errors from rounding these features
-    to operands are added back. With a decay, so are the errors from rounding either factor.
+    to operands are added back. With a decay, the errors from rounding either factor are added back.
     """
     sums = ()
     for i in tl.static_range(len(counts)):
@@ -257,7 +257,7 @@ def store_running_sums(p_sums, sums, place, sizes, V: tl.constexpr):
 
 @triton.jit
 def load_denominators(p_z, b, h, n, m_n, heads, N):
-    """Load z of tokens n of a head. ``heads`` and N are for :func:`point_to_scales`."""
+    """Load z of tokens n of a head. ``heads`` and N are passed to :func:`point_to_scales`."""
     p_z_head, _to_dz = point_to_scales(p_z, b, h, heads, N)
     return tl.load(p_z_head + n, mask=m_n, other=0.0)
 
@@ -268,7 +268,7 @@ def linear_causal_normalizer_kernel(
 ):  # fmt: skip
     """Store z of each query (B, H_q, N) and, in the backward pass, Z at each token.
 
-    One program handles a piece of a key head's tokens. ``tensors`` is (q, k, v). v is not read.
+    One program handles a piece of a key head's tokens. ``tensors`` is (q, k, v), but v is not read.
     """
     q, k, v = tensors
     q_side, k_side = sides
@@ -302,7 +302,7 @@ def linear_causal_normalizer_kernel(
 def linear_causal_normalizer_gradient_kernel(
     q, side, slots, p_scales, p_sums, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Store dZ at each token: the sum of dz q̄ over the queries at and after it. p_scales has dz."""
+    """Store dZ at each token: the sum of dz q̄ over the queries at and after the token. p_scales contains dz."""
     G, R, P, B = unpack_numbers(sizes)
     N = unpack_numbers(pieces[1])[1]
     _piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
@@ -382,10 +382,10 @@ def linear_causal_query_kernel(
 ):  # fmt: skip
     """Compute dq. Also compute 1/z and dz of each query for the kernels that differentiate the state and the keys.
 
-    ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). With V.has_normalizer_kernels, ``sums`` is z and Z at
-    each token, from :func:`linear_causal_normalizer_kernel`. p_scales has shape (2, B, H, N) and receives 1/z and dz.
-    With V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes from
-    the state before the block, and the result of :func:`sum_crossing`.
+    ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). With V.has_normalizer_kernels, ``sums`` holds z and Z
+    at each token, from :func:`linear_causal_normalizer_kernel`. p_scales has shape (2, B, H, N) and receives 1/z and
+    dz. With V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes
+    from the state before the block, and the result of :func:`sum_crossing`.
     """
     gate, decay = gates
     q, k, v, do, dq = tensors
@@ -464,7 +464,7 @@ def linear_causal_query_kernel(
 def load_queries(tensors, side, k_cos_sin, scales, place, V: tl.constexpr):
     """Return q̂ / z, the normaliser's features times dz, and do of tokens n0 + o_n of a head.
 
-    ``scales`` is (p_scales, heads, N), for :func:`point_to_scales`.
+    ``scales`` is (p_scales, heads, N), the arguments of :func:`point_to_scales`.
     """
     q, do = tensors
     p_scales, heads, N = scales
@@ -485,7 +485,7 @@ def load_queries(tensors, side, k_cos_sin, scales, place, V: tl.constexpr):
 
 @triton.jit
 def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
-    """Store the dot product of each key with its gradient from later blocks, if V.need_ddecay is set.
+    """Store the dot product of each key with its gradient from later blocks if V.need_ddecay is set.
 
     The output has shape (B, G, N), and ``keys`` is (β k̂, β k̄).
     """
@@ -502,7 +502,7 @@ def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
 
 @triton.jit
 def begin_values(k_hat, dS, block_decay, V: tl.constexpr):
-    """Return the contribution of later blocks to dv, as tiles (tokens, D_v), or (D_v, tokens) if V.single_layout."""
+    """Return the contribution of later blocks to dv, as tiles (tokens, D_v) or, with V.single_layout, (D_v, tokens)."""
     if V.single_layout:
         return fade_to_end(sum_columns(k_hat, dS, V=V), block_decay, V=V, COLUMNS=True)
     else:

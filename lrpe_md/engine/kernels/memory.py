@@ -105,9 +105,10 @@ def store_columns(p, A, r: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constex
 
 @kernel
 def linear_transition_kernel(k, gate, side, p_transitions, blocks: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute A for each block. The output has shape (F, B G, Ê²), or (F, B G, Ê² + D²) for normalizer "unrotated".
+    """Compute the matrix A of each block, with one program for each column tile of a matrix.
 
-    The last D² elements are A for the normaliser's sums. Each program computes one column tile of one matrix.
+    The output has shape (F, B G, Ê²), or (F, B G, Ê² + D²) for normalizer "unrotated". The last D² elements are the
+    matrix A for the normaliser's sums.
     """
     G, F, B = unpack_numbers(sizes)
     FEATURE_TILES: tl.constexpr = len(V.feature_blocks)
@@ -136,7 +137,7 @@ def linear_transition_kernel(k, gate, side, p_transitions, blocks: "sizes", size
 
 @triton.jit
 def multiply_precisely(a, b, acc, V: tl.constexpr):
-    """Return a @ b + acc with about the precision of the accumulator. 16-bit inputs only need three TF32 products."""
+    """Return a @ b + acc with about the precision of the accumulator. 16-bit inputs need only three TF32 products."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
     elif V.fast:
@@ -171,10 +172,10 @@ def store_rows(p, S, o_r, num_rows, width, V: tl.constexpr):
 
 @triton.jit
 def store_block_state(slots, index, S, o_r, width, is_sums, V: tl.constexpr):
-    """Store rows of a state as tokens read it: Sᵀ as operands, and the normaliser's sums.
+    """Store rows of a state in the form that tokens read: Sᵀ as operands, and the normaliser's sums.
 
-    ``index`` counts blocks and heads. ``is_sums`` tells whether the rows are "unrotated" sums. Encoded sums are the row
-    after Sᵀ.
+    ``index`` is the index of a block and a head. ``is_sums`` tells whether the rows are "unrotated" sums. Encoded sums
+    are the row after Sᵀ.
     """
     p_slots, p_slot_sums = slots
     SIZE: tl.constexpr = V.v_dim * V.num_features
@@ -210,7 +211,7 @@ def sum_rows(p_parts, pieces, steps, o_r, num_rows, width, V: tl.constexpr):
 
 @triton.jit
 def load_transition(p_transitions, f, step, width, V: tl.constexpr):
-    """Load A of block f as tiles in row-major order. Return () if V.memory is "add"."""
+    """Load the matrix A of block f as tiles in row-major order. Return () if V.memory is "add"."""
     A = ()
     if V.memory == "delta":
         p_matrix = p_transitions + f * step
@@ -249,19 +250,20 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
     """Scan over the blocks: compute the state before each block and the state after the last one.
 
     In a forward scan, the state before block f is stored at index f and the final state at index F. In a backward scan,
-    they are at f + 1 and 0. Each program scans a few rows of Sᵀ. If the normaliser is "unrotated", one more program per
-    head scans the normaliser's sums with a separate A. To differentiate a scan, set V.adds_first, so that each part is
-    added before the state is stored, not after.
+    these states are stored at f + 1 and 0. Each program scans a few rows of Sᵀ. If the normaliser is "unrotated", one
+    more program per head scans the normaliser's sums with a separate A. To differentiate a scan, set V.adds_first, so
+    that each part is added before the state is stored, not after.
 
     Args:
-        parts: B (P, B G R, size), which is summed over R heads; A (F, B G, elements); the initial state (B G, size) or
-            None.
+        parts: B (P, B G R, size), which is summed over R heads; A (F, B G, elements); and the initial state (B G, size)
+            or None.
         p_decay: decay factors (F, B G).
         series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan being differentiated, and
-            the output for partial sums of dg (programs of a head, F, B G). Then the slots, or (None, None): what the
-            tokens of each block read after a forward scan, or its gradient after a backward scan with V.adds_first.
+            the output for partial sums of dg (programs of a head, F, B G). Last come the slots, or (None, None). In a
+            forward scan, the slots receive the states that the tokens of each block read. In a backward scan with
+            V.adds_first, they receive the gradients of these states.
         p_offsets: index of the first piece of each block (F + 1).
-        numbers: counts, the numbers of elements in a state and in A of a block, and four numbers each for Sᵀ and for
+        numbers: counts, the numbers of elements in a state and in a block's A, and four numbers each for Sᵀ and for
             the sums: the number of rows, the width of a row, and the offsets of the rows and of A. With V.aligned,
             widths, offsets and numbers of elements are in units of 4 elements.
     """
@@ -350,8 +352,8 @@ def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
 def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: "sizes", V: tl.constexpr):
     """Compute M (F, B G, Ê²), with one program per tile.
 
-    ``forward`` and ``backward`` are (states, gradients), where each state enters a block. Both have shape (F, B G,
-    size). Without a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
+    ``forward`` and ``backward`` are pairs of the states that enter each block and their gradients, all of shape (F, B
+    G, size). Without a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
     p_state, p_gradient = forward
@@ -432,7 +434,7 @@ def broadcast_rows(rows, like):
 
 @triton.jit
 def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
-    """Compute and store dk, dv and dβ for tokens [begin, end) of one head, for the delta rule.
+    """Compute and store the delta rule's dk, dv and dβ for tokens [begin, end) of one head.
 
     Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
     ``grads`` is (dS, dZ, M, p_vectors), with dS as operands. p_vectors points to the pairs of :func:`apply_vectors`.
@@ -480,7 +482,7 @@ def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
 def linear_memory_key_kernel(
     tensors, gates, side, slots, matrices, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dk, dv, dβ and the sums for dω, for the delta rule.
+    """Compute the delta rule's dk, dv, dβ and sums for dω.
 
     ``tensors`` is (k, v, dk, dv), ``slots`` is (dS, dZ) of each block, and ``matrices`` is (M, vectors).
     """

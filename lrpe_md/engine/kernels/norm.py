@@ -79,7 +79,7 @@ def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
 
 @triton.jit
 def find_token_group(o_g, num_grid, V: tl.constexpr):
-    """Return the group of each token: 0 for the prefix (negative grid indices), 1 for the grid, 2 for the suffix."""
+    """Return the group of each token: 0 for the prefix (negative indices), 1 for the grid, and 2 for the suffix."""
     if V.token_groups > 1:
         group = (o_g >= 0).to(tl.int32) + (o_g >= num_grid).to(tl.int32)
         return tl.minimum(group, V.token_groups - 1)  # masked tokens beyond the end also need a valid group
@@ -99,7 +99,7 @@ def load_tiles(p, o_row, m_row, V: tl.constexpr):
 
 @triton.jit
 def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
-    """Load γ and β of one head h of q or k, or of several heads h with shape (rows, 1).
+    """Load γ and β of one head h of q or k, or of several heads if h has shape (rows, 1).
 
     ``norm`` holds pointers to the weight and bias for q and for k. token_group is 0, or a column with the group of each
     token. m_row is the mask of rows, or None if all rows exist.
@@ -178,7 +178,7 @@ def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr, SUMMED: tl.const
 
 @triton.jit
 def add_weight_gradients(sums, products, token_group, V: tl.constexpr):
-    """Add the products of a row's tokens to the sums of their token groups, from :func:`zero_weight_gradients`."""
+    """Add the products of a row's tokens to their token groups' sums (see :func:`zero_weight_gradients`)."""
     new_sums = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]

@@ -31,7 +31,7 @@ def pack_strides(long: bool, *strides: int) -> tuple[int, ...]:
 
 @triton.jit
 def unpack_strides(packed, V: tl.constexpr):
-    """Decode strides from :func:`pack_strides`, as int64 with V.long."""
+    """Decode strides from :func:`pack_strides`, as int64 if V.long is set."""
     strides = ()
     for i in tl.static_range(len(packed)):
         if V.long:

@@ -163,9 +163,9 @@ def upcast(x, V: tl.constexpr):
 def load_flags(p, m_n, WIDE: tl.constexpr):
     """Load one boolean per token. The result is False where m_n is False.
 
-    Set WIDE if the result affects operands of matrix products. Triton 3.6 gives an operand that was loaded from single
-    bytes a layout for 32 rows, so each token of a product over 16 tokens counts twice (triton-lang/triton#11691). A sum
-    over two copies avoids that layout.
+    Set WIDE if the result affects operands of matrix products. In Triton 3.6, an operand loaded from single bytes has a
+    layout for 32 rows, so each token of a product over 16 tokens counts twice (triton-lang/triton#11691). A sum over
+    two copies avoids that layout.
     """
     flags = tl.load(p, mask=m_n, other=0)
     if WIDE:

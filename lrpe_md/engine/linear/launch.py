@@ -135,7 +135,7 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
 
 
 class Parts(NamedTuple):
-    """Parts of the pieces of a causal call. One program computes the state of each needed part."""
+    """Parts into which the pieces of a causal call are divided. One program computes the state of each needed part."""
 
     all_parts: Pieces
     needed_parts: Pieces  # the first parts or, in the backward pass, the last ones
@@ -288,8 +288,8 @@ class LaunchInputs:
     ) -> tuple[Variant, dict[str, Any]]:
         """Return the variant and the compiler options of a kernel that reads the positions and tables of q or of k.
 
-        If ``side`` is None, the kernel reads those of both. The variant then describes k. If q needs a different
-        variant, the field ``queries`` holds that variant.
+        If ``side`` is None, the kernel reads those of both q and k, and the variant describes k. If q needs a different
+        variant, the field ``queries`` holds it.
         """
         key = stage, side is None, side is self.q_side, *changes.values()
         config = self.cache.get(key)
@@ -547,7 +547,7 @@ def forward(
 ) -> list[Tensor]:
     """Return o and, if requested, the state after the last token and the tensors that the backward pass needs.
 
-    ``sum_as`` replaces :func:`sum_states`. It may return further tensors for the backward pass after S and Z.
+    ``sum_as`` replaces :func:`sum_states`. After S and Z, it may return further tensors for the backward pass.
     """
     inputs = LaunchInputs(call, operands)
     sizes, is_causal = inputs.sizes, call.attention.mask == "causal"
@@ -570,7 +570,7 @@ def forward(
 def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool, trains: bool) -> bool:
     """Return whether one program computes both the state and the outputs of a key head.
 
-    ``trains`` is set if a backward pass follows, and in the backward pass itself.
+    ``trains`` is set in backward passes, and in forward passes that a backward pass follows.
     """
     plain = call.attention.mask == "full" and call.cu_seqlens is None and not has_state
     num_tokens = max(sizes.num_queries, sizes.num_keys)
@@ -580,7 +580,7 @@ def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool, trains: bool) -
 def fits_one_pass(num_tokens: int, v_dim: int, num_features: int, trains: bool) -> bool:
     """Return whether one pass over ``num_tokens`` tokens is faster than two passes.
 
-    The state counts with its padding: v to a power of two, features to a multiple of NARROWEST.
+    The size of the state includes padding: v is padded to a power of two, and features to a multiple of NARROWEST.
     """
     state = max(plan.NARROWEST, 1 << (v_dim - 1).bit_length()) * (-(-num_features // plan.NARROWEST) * plan.NARROWEST)
     longest = min(plan.ONE_PASS, plan.ONE_PASS_TRAINING) if trains else plan.ONE_PASS
@@ -609,7 +609,7 @@ def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
 
 
 def launch_states(inputs: LaunchInputs, states: tuple[Tensor, Tensor | None], pieces: Pieces, is_exact: bool) -> None:
-    """Write the states of pieces of the keys to a buffer and None or, if there is a single piece, to a slot."""
+    """Write the states of pieces of the keys to ``states``: a buffer and None or, for a single piece, a slot."""
     sizes = inputs.sizes
     variant, options = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
     kernel, gates, target = kernels.linear_state_kernel, gate_with_strides(inputs.gate), states
@@ -673,7 +673,7 @@ def scan_states(
 
 
 def allocate_slots(inputs: LaunchInputs, num_slots: int) -> tuple[Tensor, Tensor]:
-    """Allocate S, as operands, and the normaliser's sums of each slot."""
+    """Allocate S (as operands) and the normaliser's sums for each slot."""
     sizes, shape = inputs.sizes, (num_slots, inputs.sizes.rows)
     return (
         torch.empty(*shape, sizes.v_dim * sizes.num_features, dtype=inputs.operand, device=inputs.device),
@@ -1108,7 +1108,7 @@ def reduce_angle_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
 
 
 def reduce_weight_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
-    """Return the gradients of the norm weights, first those of q and then those of k, if they are needed."""
+    """Return the needed gradients of the norm weights, first q's and then k's."""
     q_sums, k_sums = grads.q_weights, grads.k_weights
     if q_sums is None or k_sums is None:
         return []

@@ -67,7 +67,7 @@ def sum_block_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotSta
 
 
 def form_memory(inputs: LaunchInputs, returns_state: bool = False) -> MemoryStates:
-    """Compute B of each piece and A of each block, and scan over the blocks."""
+    """Compute each piece's B and each block's A, and scan over the blocks."""
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=False)
     parts = launch.form_states(inputs, pieces, is_exact=returns_state)
     transitions = form_transitions(inputs, pieces, is_exact=returns_state) if attention.rule == "delta" else None
@@ -97,7 +97,7 @@ def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
-    """Compute A (F, B H_k, elements) for each block."""
+    """Compute the matrix A (F, B H_k, elements) of each block."""
     sizes, call = inputs.sizes, inputs.call
     variant, options = inputs.describe(LinearPass.STATE, inputs.k_side, **launch.refine(inputs, is_exact))
     transitions = torch.empty(
@@ -309,7 +309,7 @@ class Pair(NamedTuple):
 def differentiate_delta(
     inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates, scans: tuple[Pair, Pair | None], decay: Tensor
 ) -> None:
-    """Write dk, dv and dβ to ``grads``, for the delta rule."""
+    """Write the delta rule's dk, dv and dβ to ``grads``."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     forward, backward = scans
     width = sizes.num_features
@@ -405,10 +405,10 @@ def differentiate_causal(
 ) -> list[Tensor]:
     """Implement :func:`differentiate` for a causal mask.
 
-    The gradient of log g_n is g_n (dS_n · S_{n−1}). The gradient is a sum of three terms. The first term is the product
-    of the state before the piece and the gradient of that state. The second term is a running sum over the tokens of
-    the piece: what each key adds to later blocks, minus what each query reads from earlier blocks. The third term is a
-    sum over all pairs of an earlier key and a later query in the same block.
+    The gradient of log g_n is g_n (dS_n · S_{n−1}). It is computed as a sum of three terms. The first term is the
+    product of the state before the piece and the gradient of that state. The second term is a running sum over the
+    tokens of the piece: what each key adds to later blocks, minus what each query reads from earlier blocks. The third
+    term is a sum over all pairs of an earlier key and a later query in the same block.
     """
     sizes, pieces, needs_ddecay = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs.decay
     slot_states = saved or sum_causal_states(inputs, False)[0]

@@ -1,4 +1,4 @@
-"""Operator of linear attention."""
+"""Operator for linear attention."""
 
 from __future__ import annotations
 
@@ -230,9 +230,9 @@ def _soften(x: Tensor) -> Tensor:
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     """Return whether the kernels support a call. If impl is "triton", raise an error instead of returning False.
 
-    On a GPU, Triton has no float64 products, and a state must fit into a program. With a causal mask, the gradient of a
-    per-head decay is a double sum over tokens, in which the rounding errors of the kernels would add up. So on a GPU,
-    the reference computes this gradient.
+    On a GPU, Triton doesn't support float64 products, and a program must have room for a whole state. With a causal
+    mask, the gradient of a per-head decay is a double sum over tokens, in which the rounding errors of the kernels
+    would add up. So on a GPU, the reference computes this gradient.
     """
     q, v, decay, attention = operands.q, operands.v, operands.decay, call.attention
     forgets, features, reason = attention.memory != "sum", 0, ""

@@ -142,7 +142,10 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
 
 
 def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
-    """Choose how many elements a scan program sums, and how many pieces it loads at once. ``rows`` counts key heads."""
+    """Choose how many elements a scan program sums, and how many pieces it loads at once.
+
+    ``rows`` is the number of key heads.
+    """
     is_few = rows * -(-state // SCAN_TILE[0]) < MULTIPROCESSORS
     return SCAN_TILE_OF_FEW if is_few else SCAN_TILE
 
@@ -161,19 +164,19 @@ def shrink(tile: LinearTile) -> list[LinearTile]:
 
 
 def choose_divisor(causal: bool, raw: bool) -> int:
-    """Return the factor by which fewer programs run at once than in a kernel that only sums over tokens.
+    """Return the number by which to divide PROGRAMS for kernels that run fewer programs at once.
 
-    With a causal mask, kernels need twice the registers. Without features to compute (``raw``), they are limited by
-    memory bandwidth only, so one program per multiprocessor is enough.
+    With a causal mask, kernels need twice the registers. If there are no features to compute (``raw``), they are
+    limited only by memory bandwidth, so one program per multiprocessor is enough.
     """
     return 1 if not causal else 4 if raw else 2
 
 
 def cut_pieces(num_tokens: int, rows: int, state: int, divisor: int) -> tuple[int, int]:
-    """Return the number and the length of pieces. Pieces are as long as possible while they keep the whole GPU busy.
+    """Return the number and the length of pieces. Pieces are as long as possible while keeping the whole GPU busy.
 
-    ``state`` is the number of elements of a state, which each piece writes. Large states get longer pieces, because
-    writing more states would cost more time than using the whole GPU saves.
+    Each piece writes a state of ``state`` elements. Large states get longer pieces, because writing more states would
+    cost more time than using the whole GPU saves.
     """
     length = _share_tokens(num_tokens, rows, divisor)
     if length < 2 * SHORTEST and state > LARGE_STATE:
@@ -184,7 +187,7 @@ def cut_pieces(num_tokens: int, rows: int, state: int, divisor: int) -> tuple[in
 def cut_outputs(num_tokens: int, heads: int, length: int) -> tuple[int, int]:
     """Return the number and the length of pieces for programs that write no state.
 
-    Pieces have ``length`` tokens, or fewer if that would give too few programs.
+    Pieces have ``length`` tokens, or fewer if there would otherwise be too few programs.
     """
     if heads * -(-num_tokens // length) < FEW_PROGRAMS:
         length = min(length, _share_tokens(num_tokens, heads, 1))

@@ -5,7 +5,7 @@ rank's queries then read the sum of all ranks' states in a call without keys. Wi
 instead runs its tokens with the sum of the previous ranks' states as the initial state.
 
 With decay or the delta rule, the tokens of a rank turn the preceding state S into T S + B. In the reverse direction, S
-is the following state. Each rank gathers T and B of all ranks, and applies those of all preceding ranks in order. In
+is the following state. Each rank gathers T and B from all ranks, and applies those of all preceding ranks in order. In
 the reverse direction, it applies those of all following ranks. With rule "add", T is the product of the rank's decays,
 and B is a sum over its keys, weighted by the decays of later blocks. With rule "delta", T = Π_f g_f (I − A_f). This T
 is the rank's final state if its initial state is the identity matrix and its values are 0. A_f is symmetric, so the
@@ -44,8 +44,8 @@ def run_shards(
     """Run a call on the local shards. Return o with q's placements and, if ``return_state`` is set, the state.
 
     The state is sharded like k along batch and heads, and replicated otherwise. The rules for placements and gradients
-    are those of :mod:`engine.encode.sharding`. k and v may only be replicated where q is sharded if there is one key
-    head, or if q's tokens are sharded in cross-attention.
+    are those of :mod:`engine.encode.sharding`. In addition, k and v may be replicated along a mesh axis that shards q's
+    heads if there is one key head, and along one that shards q's tokens if there is no mask.
     """
 
     def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
@@ -135,7 +135,7 @@ def _run_memory(run: Run, call: LinearCall, operands: Operands, group: Any, retu
 def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
     """Return the state before each of the R ranks and after the last one.
 
-    ``parts`` (R, B, H, ...) holds B of each rank. ``transitions`` holds T of each rank, as matrices (R, B, H, E, E) or
+    ``parts`` (R, B, H, ...) holds each rank's B. ``transitions`` holds each rank's T, as matrices (R, B, H, E, E) or
     as decay factors (R, B, H).
     """
     series = [first]
@@ -209,8 +209,8 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
     """Return T (B, H_k, E, E), which is the final state if the initial state is the identity and all values are 0.
 
-    If the identity matrix is too large for the kernels, each run handles D_v of its columns (the number of channels of
-    v).
+    If the identity matrix is too large for the kernels, each run handles D_v of its columns, where D_v is the number of
+    channels of v.
     """
     k, v = operands.k, operands.v
     width = call.spec.out_dim(k.shape[3])
@@ -367,7 +367,7 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
 
 
 def _find_partial_axes(q: Any, k: Any) -> list[int]:
-    """Return the mesh axes along which q is sharded but k is not. Along them, ranks compute partial gradients of k."""
+    """Return the mesh axes along which q is sharded but k is not. Along these, ranks compute partial gradients of k."""
     return [
         i for i, (a, b) in enumerate(zip(q.placements, k.placements, strict=True)) if a.is_shard() and b.is_replicate()
     ]
