@@ -477,7 +477,7 @@ def test_losses_without_mapped_positions_are_measured():
     softplus = added.loc[["softmax"], "20x20"].filter(like="cosine-softplus")
     assert softplus.between(0, 2).all()
     assert (added["20x20"].drop(softplus.index) > 10).all()
-    assert "On larger images, such a model loses more than a model without positions, unless it uses a resampled" in text
+    assert "On larger images, such a model loses more than a model without positions, unless it uses" in text
     assert "but cosine with softplus and softmax attention loses about as much as a model" in text
 
 
