@@ -347,9 +347,10 @@ def test_losses_at_other_sizes_are_measured():
     rotate, sincos = (
         mean_loss_of_accuracy("video", name, "softmax", "8x48x48", "16x48x48") for name in ("rotate", "sincos")
     )
-    assert f"it loses {rotate} points on clips with twice the frames, and a sine-cosine table loses {sincos}." in text
+    claim = f"{rotate} points on clips with twice as many frames, and a sine-cosine table loses {sincos}."
+    assert f"With softmax attention, rotation loses {claim}" in text
     rotate, sincos = (mean_loss_of_accuracy("digits", name, "softmax", "8x8", "16x16") for name in ("rotate", "sincos"))
-    assert f"rotation {rotate} points and a sine-cosine table {sincos}." in text
+    assert f"rotation loses {rotate} points and a sine-cosine table loses {sincos}." in text
 
 
 def half_width(differences):
@@ -460,8 +461,8 @@ def test_gains_of_memories_that_forget_are_measured():
     rows = rows[(rows.question == "by key") & (rows.encoding == "rotate") & (rows["size"] == "64x4x4")]
     values = rows.set_index(["attention", "seed"]).value.astype(float)
     decay, delta = (values[name] - values["add"] for name in ("decay", "delta"))
-    gain = f"With decay, it ends {decay.mean():.0f} ± {half_width(decay):.0f} points higher, and with overwriting"
-    assert f"{gain}, {delta.mean():.0f} ± {half_width(delta):.0f} points." in text
+    gain = f"With decay, accuracy at 64 frames is {decay.mean():.0f} ± {half_width(decay):.0f} points higher"
+    assert f"{gain}, and with overwriting, it is {delta.mean():.0f} ± {half_width(delta):.0f} points higher." in text
 
 
 def test_losses_without_mapped_positions_are_measured():
@@ -476,17 +477,17 @@ def test_losses_without_mapped_positions_are_measured():
     softplus = added.loc[["softmax"], "20x20"].filter(like="cosine-softplus")
     assert softplus.between(0, 2).all()
     assert (added["20x20"].drop(softplus.index) > 10).all()
-    assert "On larger images, it loses more than a model without positions, unless its learned table" in text
-    assert "but cosine with softplus and softmax attention loses about as much." in text
+    assert "On larger images, such a model loses more than a model without positions, unless it uses" in text
+    assert "but cosine with softplus and softmax attention loses about as much as a model" in text
 
 
 def test_the_lead_of_rotation_on_images_is_measured():
     text = " ".join((DOCS / "which-encoding.md").read_text(encoding="utf-8").split())
     values = read_values("image")
     linear, softmax = (values["rotate", kind] - values["sincos", kind] for kind in ("linear", "softmax"))
-    assert f"ahead of it by {linear.mean():.1f} ± {half_width(linear):.1f} points with linear attention." in text
+    assert f"ahead of the table by {linear.mean():.1f} ± {half_width(linear):.1f} points with linear attention." in text
     assert softmax.mean() < half_width(softmax)
-    assert f"its lead of {softmax.mean():.1f} ± {half_width(softmax):.1f} points is not clear." in text
+    assert f"rotation's lead of {softmax.mean():.1f} ± {half_width(softmax):.1f} points is not clear." in text
 
 
 def test_softmax_layers_in_long_clips_are_measured():
@@ -497,7 +498,7 @@ def test_softmax_layers_in_long_clips_are_measured():
     decay, delta = (place[name] - place[f"{name},{name},{name},softmax"] for name in ("decay", "delta"))
     assert abs(decay.mean()) < half_width(decay)
     worse = f"models with overwriting are {delta.mean():.1f} ± {half_width(delta):.1f} points worse"
-    assert f"the gain is gone with decay, and {worse} than without these layers." in text
+    assert f"the gain with decay is gone, and {worse} than without softmax layers." in text
     ahead = (key[size]["delta,delta,delta,softmax"] - key[size]["decay"] for size in ("32x4x4", "64x4x4"))
     shorter, longer = (f"{each.mean():.1f} ± {half_width(each):.1f} points" for each in ahead)
     assert f"ahead of decay by {shorter} at 32 frames, and by {longer} at 64." in text
@@ -532,10 +533,8 @@ def test_equal_time_and_qk_norm_are_measured():
     for task in ("diffusion", "image", "video"):
         steps = read_values(f"{task}-equal-time", "steps")["rotate"].groupby("attention").median()
         more.append(abs(100 * steps["linear"] / steps["softmax"] - 100))
-    assert (
-        "ran {:.0f}% more steps in the same time. On images and clips, it ran {:.0f}% and {:.0f}% fewer".format(*more)
-        in text
-    )
+    assert f"ran {more[0]:.0f}% more steps in the same time." in text
+    assert f"ran {more[1]:.0f}% fewer steps on images, and {more[2]:.0f}% fewer on clips." in text
     low, high, normed = map(read_values, ("image", "image-2e-3", "image-2e-3-qk-norm"))
     moderate, plain, normed = (each["rotate", "softmax"].mean() for each in (low, high, normed))
     assert f"lowers the accuracy of rotation from {moderate:.1f}% to {plain:.1f}%" in text
