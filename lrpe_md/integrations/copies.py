@@ -1,4 +1,4 @@
-"""Copies of functions and classes that replace some of the functions they call.
+"""Copies of functions and classes in which some of the called functions are replaced.
 
 A copy shares the globals of its original, so later patches affect both. Where the original looks up
 ``apply_rotary_emb``, the copy looks up a private name. We add that name next to the original name: in a function's

@@ -58,7 +58,7 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
         arguments (ranks, widths, dtypes, flags) probes the function, even while a graph is compiled. If the kernel does
         not support a kind of arguments, the original runs. Outputs have the original's dtype and x's memory order.
         Arithmetic is in float32 (or in float64 for float64 inputs), even if the original rounds intermediate results to
-        bfloat16. Tables receive gradients if they do so from the original.
+        bfloat16. Tables receive gradients whenever the original computes them.
 
     Raises:
         TypeError: if the function does not use its tables to rotate pairs of channels. The message says what the
