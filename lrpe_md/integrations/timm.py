@@ -484,7 +484,7 @@ def adapt(
 
 
 def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[Any], memory: Memory | None) -> None:
-    """Check that the layers with linear attention support it, and that they support this memory."""
+    """Check that the chosen layers support linear attention, and that the model supports this memory."""
     if any(kind == "linear" and m.attn_drop.p > 0 for _, kind, m in attentions):
         raise ValueError("attn_drop_rate: expected 0, because linear attention has no weights to drop")
     check_memory(memory, kinds)
