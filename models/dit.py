@@ -307,7 +307,7 @@ class DiT(nn.Module):
         check_key_norm(self.memory, qk_norm, ("head", "heads"))
 
     def _set_inputs(self, absolute: str, interval: bool) -> None:
-        """Build the layers before the blocks, except those for text."""
+        """Build the layers that precede the blocks, except the layers for text."""
         check_at_least(1, in_chans=self.in_chans, out_chans=self.out_chans)
         self.embed = nn.Linear(self.in_chans * torch.Size(self.patch_size).numel(), self.embed_dim)
         self.absolute, self.sincos = absolute, None

@@ -326,7 +326,7 @@ class CausalLm(nn.Module):
 
         Raises:
             ValueError: for invalid tokens or an incompatible cache. On a GPU, the cache's length is not checked.
-            IndexError: on a CPU, if a cache with softmax attention has no room for the tokens.
+            IndexError: if, on a CPU, a cache with softmax attention has no room for the tokens.
         """
         if cache is not None:
             self._check_cache(tokens, cache)

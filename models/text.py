@@ -181,8 +181,8 @@ class LabelEncoder(nn.Module):
     """Encoder that turns class labels (B,) into a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
 
     Args:
-        num_classes: number of classes. Labels range from 0 to num_classes - 1. The embedding table has one more row,
-            for the empty condition.
+        num_classes: number of classes. Labels range from 0 to num_classes - 1. The embedding table has an additional
+            row for the empty condition.
         width: number of channels P of the pooled features.
     """
 

@@ -137,9 +137,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         absolute: absolute position embedding. "learned" is a table (T, H, W) that is resampled to the input's grid.
             "sincos" uses a third of the channels per axis, with the same positions as the encoding. "none" disables it.
         attention, normalizer, keep_encoded: see :class:`LrpeVisionTransformer`.
-        memory: a :class:`lrpe_md.Memory` to define how linear layers forget other frames. This requires joint
-            attention. Use directions="forward" with causal="frames", and "both" for other models. Class and register
-            tokens are added to the state before the first frame, so they also decay.
+        memory: a :class:`lrpe_md.Memory` to define how linear layers forget other frames. A memory requires joint
+            attention. Use directions="forward" with causal="frames", and directions="both" for other models. Class and
+            register tokens are added to the state before the first frame, so they also decay.
         space_time: with "joint", every token attends to all tokens. With "factorised", blocks 0, 2, ... attend within
             each frame, and blocks 1, 3, ... attend along time at each location (Latte, arXiv 2401.03048, variant 1).
             Each frame or location then gets its own copy of the prefix tokens, and the copies are averaged afterwards

@@ -101,8 +101,8 @@ def mixed_omega(
     """Return dense frequencies with random directions, drawn separately for each head.
 
     Each head has a random orthonormal frame of the K axes. The channels form K blocks, one per vector of the frame.
-    Each block has the geometric magnitudes ``base ** (-i / E)`` with E = ceil(C / K). For K = 2, this is the
-    initialisation of RoPE-Mixed (RoPE-ViT, arXiv 2403.13298), up to the direction of rotation.
+    In each block, the magnitudes form the geometric series ``base ** (-i / E)`` with E = ceil(C / K). For K = 2, this
+    is the initialisation of RoPE-Mixed (RoPE-ViT, arXiv 2403.13298), up to the direction of rotation.
 
     Returns:
         omega (H, C, K).

@@ -258,8 +258,8 @@ def attend_linearly(
 def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tensor:
     """Return the delta-rule gate (B, H or 1, N) for keys (B, H, N, D) that were normalised within each head.
 
-    The squared norms of a frame's or prefix's keys, each about D, then sum to at most about 1, so the state can't grow
-    from frame to frame. SANA-WM multiplies the keys by the square root of this gate instead.
+    With this gate, the squared norms of a frame's or prefix's keys (each about D) sum to at most about 1, so the state
+    can't grow from frame to frame. SANA-WM multiplies the keys by the square root of this gate instead.
     """
     width = k.shape[3] * max(block, prefix)
     scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / width, dtype=torch.float32)

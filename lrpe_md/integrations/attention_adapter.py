@@ -411,7 +411,7 @@ def adapt_attention(
     num_heads: int | None = None,
     name: str = "encoding",
 ) -> Model:
-    """Add an encoding to a model without one. This changes the model in place, and returns it.
+    """Add an encoding to a model without one. The model is changed in place and returned.
 
     Self-attention modules encode q and k just before they call ``torch.nn.functional.scaled_dot_product_attention``.
     The model's weights, their names, hooks and classes stay the same. An adapted model works under checkpointing,
@@ -425,10 +425,10 @@ def adapt_attention(
         encoding: "rotate", "cosine", "mixed", a preset name, a ``Scheme``, a factory, or a module called as
             ``encoding(q, k, positions=positions)`` with q and k (B, H, N, D). See :func:`.encoding.build_encoding`. The
             encoding is moved to the model's device.
-        positions: a :class:`Grid` or :class:`Coordinates` for all inputs, or a function of the model's forward
-            arguments that returns one. The positions must cover all tokens, as ``Grid((H, W), prefix=1)`` does if there
-            is a class token. For a preset, return the result of its ``positions()``. Pass None if the model's code
-            calls :func:`set_positions` itself.
+        positions: a :class:`Grid` or :class:`Coordinates` for all inputs, or a function that returns one of these from
+            the arguments of the model's forward method. The positions must cover all tokens, as ``Grid((H, W),
+            prefix=1)`` does if there is a class token. For a preset, return the result of its ``positions()``. Pass
+            None if the model's code calls :func:`set_positions` itself.
         modules: name patterns of the self-attention modules, such as "blocks.*.attn". The default matches modules named
             attn, attn1, attention, self_attn or self_attention. If matching modules are nested, only the outermost one
             is used.
@@ -445,7 +445,7 @@ def adapt_attention(
     Raises:
         TypeError, ValueError: if an argument is invalid, no modules match, or modules are already adapted. After an
             error, the model is unchanged.
-        RuntimeError: in the forward pass, if an attention module does not call ``scaled_dot_product_attention``.
+        RuntimeError: if an attention module does not call ``scaled_dot_product_attention`` in the forward pass.
     """
     if not isinstance(model, nn.Module) or hasattr(model, "_orig_mod"):
         kind = type(model).__name__

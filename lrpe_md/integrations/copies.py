@@ -118,7 +118,7 @@ Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement for a val
 class Copier:
     """Copy functions, and replace the functions that they call with ``exchange(function)``.
 
-    ``names`` maps further names to replace in the first function, but not in those that it calls.
+    ``names`` maps additional names to replace in the first function, but not in the functions that it calls.
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Replace the linear attention of SANA-Video, and SANA-WM's gated delta rule over frames.
 
-If a function has the right parameters, we call it with small random tensors. Its result and gradients must match those
-of :func:`lrpe_md.linear_attention`. As with all rotary functions, the model computes its own cos and sin, so q and k
-are rotated first. These models do not rotate the normaliser, so we compute it as a separate sum.
+If a function has the right parameters, we call it with small random tensors. The function's result and gradients must
+match those of :func:`lrpe_md.linear_attention`. As with all rotary functions, the model computes its own cos and sin,
+so q and k are rotated first. These models do not rotate the normaliser, so we compute it as a separate sum.
 """
 
 from __future__ import annotations

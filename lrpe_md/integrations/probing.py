@@ -98,7 +98,7 @@ def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
 class Probe:
     """A function to call with arguments of one kind.
 
-    ``call`` takes the arguments in order, and tensors to use instead of those of its object. ``key`` describes the
+    ``call`` takes the arguments in order, and tensors to use instead of its object's tensors. ``key`` describes the
     arguments, and the object's tensors and settings. ``widths`` are the allowed widths of outputs, as multiples of x's.
     """
 

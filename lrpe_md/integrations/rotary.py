@@ -141,11 +141,12 @@ def exchanged_names(part: Any) -> list[str]:
 def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
     """Rotate q and k in an existing model, or in a pipeline's denoisers, with :func:`lrpe_md.rotate`.
 
-    This changes the model in place, and returns it. Functions that modules and attention processors call by name to
-    rotate q and k are replaced with equivalent ones (:func:`drop_in`). Other models of the same classes don't change.
+    The model is changed in place and returned. Functions that modules and attention processors call by name to rotate q
+    and k are replaced with equivalent functions (:func:`drop_in`). Other models of the same classes don't change.
     Parameters, their names, hooks, optimizers and the state_dict stay the same. The model still computes its own cos
-    and sin. Hooks on its rotary module, and learned, scaled or replaced frequencies therefore work as before, even if
-    you set them later. In SANA-Video and SANA-WM, :func:`lrpe_md.linear_attention` replaces the whole attention.
+    and sin. Hooks on its rotary module therefore work as before, and so do learned, scaled or replaced frequencies,
+    even if you set them later. In SANA-Video and SANA-WM, :func:`lrpe_md.linear_attention` replaces the whole
+    attention.
 
     Args:
         model: an ``nn.Module``, or a diffusers pipeline. A pipeline's text encoders stay unchanged.

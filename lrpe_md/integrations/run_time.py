@@ -1,9 +1,9 @@
 """Change the frequencies, amplitudes and places of a whole model between two steps of diffusion or streaming.
 
-This works for models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``).
-It also works for models from other libraries whose tables follow a known formula (:mod:`.table_modules`): timm's ViTs
-with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same rotary modules, and vision towers of
-transformers. To scale a language model, change its configuration instead.
+The functions work for models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``,
+``models.lm``). They also work for models from other libraries whose tables follow a known formula
+(:mod:`.table_modules`): timm's ViTs with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same
+rotary modules, and vision towers of transformers. To scale a language model, change its configuration instead.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
     """Scale the trained frequencies of all encodings in ``model``, in place.
 
     Nothing synchronises, and you don't need to recompile or recapture a CUDA graph. However, the first call adds
-    buffers to the model, outside of its state_dict. So call ``set_scaling(model, None)`` once before ``torch.compile``
-    or a CUDA graph capture. Frozen programs (exported, or compiled with Inductor's ``freezing``) keep their values.
+    buffers to the model, outside of its state_dict. Therefore, call ``set_scaling(model, None)`` once before
+    ``torch.compile`` or a CUDA graph capture. Frozen programs (exported, or compiled with Inductor's ``freezing``) keep
+    their values.
 
     Args:
         model: a module with encodings, or a diffusers pipeline.

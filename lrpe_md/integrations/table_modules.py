@@ -1,7 +1,8 @@
 """Frequencies of other libraries' rotary modules, for :mod:`.run_time` to scale.
 
-A module still computes its own tables. We rotate them by the difference of the angles, which is exactly zero as long as
-nothing is changed. Frequencies and positions come from a known formula, which we compare with the module's tables.
+Each module still computes its own tables, which we rotate by the change in the angles. This change is exactly zero
+until you change frequencies or places. Frequencies and positions come from a known formula, which we compare with the
+module's tables.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _BOUND = 1e-4  # tolerance of table entries: some modules compute angles in floa
 class TableFrequencies(RotateMd):
     """Frequencies (C, K) of a module that computes tables. The frequencies stay in float64 if the model is cast.
 
-    ``has_coordinates`` tells whether the module receives coordinates, such as FLUX's img_ids, instead of a grid.
+    ``has_coordinates`` indicates whether the module receives coordinates, such as FLUX's img_ids, instead of a grid.
     """
 
     def __init__(self, omega: Tensor, device: Any = None, *, has_coordinates: bool = False) -> None:
@@ -70,7 +71,7 @@ def _return_omega(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor
 
 
 def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
-    """Return angles (N, C) in float64. This avoids matrix products, which autocast and TF32 would affect."""
+    """Return angles (N, C) in float64, without matrix products, which autocast and TF32 would affect."""
     where = where.explicit(device) if isinstance(where, Grid) else where
     return (where.coords.to(device, torch.float64)[..., None, :] * omega.to(device)).sum(-1)
 

@@ -417,7 +417,7 @@ def adapt(
 ) -> LrpeVisionTransformer:
     """Convert a timm VisionTransformer to an :class:`LrpeVisionTransformer` in place, and return it.
 
-    This only changes the classes of the model, its patch embedding and its attention layers. Parameters, hooks, and
+    Only the classes of the model, its patch embedding and its attention layers change. Parameters, hooks, and
     optimizers that hold the parameters stay the same. You can adapt a model more than once. The supported input sizes
     also stay the same, so for inputs of any size, create the model with ``dynamic_img_size=True``.
 

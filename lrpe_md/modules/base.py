@@ -1,4 +1,4 @@
-"""Base class of the encoding modules. It stores frequencies and phases, and preserves their precision."""
+"""Base class of the encoding modules. The class stores frequencies and phases, and preserves their precision."""
 
 from __future__ import annotations
 

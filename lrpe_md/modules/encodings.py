@@ -345,7 +345,7 @@ class PresetMd(FrequencyModule):
         act, phase: activation and phase to use instead of the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase. The default is float64 for fixed frequencies and float32 for learned
-            ones.
+            frequencies.
 
     The defaults of a :class:`lrpe_md.Scheme` are ``pairs="interleaved"`` and ``axis_order="major_first"``, whereas
     those of :class:`RotateMd` are "half" and "minor_first".

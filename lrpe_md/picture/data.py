@@ -138,7 +138,7 @@ def default_shape(made: Preset) -> tuple[int, ...]:
     """Return the grid shape to draw by default.
 
     The shape has one axis for each axis of the positions. However, if the first axis also counts text or images, the
-    shape is that of an image. If the scheme does not accept this shape, a different default shape is returned.
+    shape of an image is used. If the scheme does not accept this shape, a different default shape is returned.
 
     Raises:
         ValueError: if the scheme accepts none of the default shapes. The message says why the scheme rejects the first

@@ -165,7 +165,7 @@ class Grid(Rules):
         """Return float64 positions of integer coordinates (..., K).
 
         If scale and shift are the fractions p / n and r / n up to rounding, as after :meth:`interpolate`, the position
-        is computed as (p i + r) / n, with a single rounding. Positions that should be integers are then exact, as
+        is computed as (p i + r) / n, with a single rounding. Positions that should be integers are therefore exact, as
         :meth:`floor` requires.
         """
         index = index.double()

@@ -3,8 +3,8 @@
     wan = preset("wan", head_dim=128)
     q, k = rotate(q, k, omega=wan.omega.to(q.device), positions=wan.positions((21, 30, 52)), **wan.options)
 
-The ``doc`` of each entry in ``SCHEMES`` describes its source and peculiarities. No other part of the library refers to
-a scheme by name. Each preset is tested against the original code.
+The ``doc`` of each entry in ``SCHEMES`` describes its source and peculiarities. No other module in the library refers
+to a scheme by name. Each preset is tested against the original code.
 """
 
 from __future__ import annotations
@@ -496,7 +496,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
     """Register your own scheme, so that :func:`preset`, PresetMd and ``encoding=`` accept its name in this process.
 
     Args:
-        name: any name except those of published schemes, "cosine", "rotate", "mixed" and "none".
+        name: any name except "cosine", "rotate", "mixed", "none" and the names of published schemes.
         scheme: scheme to register, which must be valid for its own head_dim.
         overwrite: whether to replace a scheme that you registered under the same name.
 

@@ -374,7 +374,8 @@ class Preset:
     """A scheme that was built for a specific head_dim.
 
     Attributes:
-        name, scheme: name of the scheme, and the scheme itself. ``scheme.doc`` describes its source and peculiarities.
+        name, scheme: name of the scheme, and the scheme itself. ``scheme.doc`` describes the scheme's source and
+            peculiarities.
         head_dim, num_heads: D and the number of heads of ω or the phase.
         omega: frequencies (H or 1, C, K) in float64 on the CPU, where C is D for cosine and D/2 for rotate. These are
             the initial values if ``scheme.learned`` is True.
@@ -616,7 +617,7 @@ def make_preset(
 
 
 def _read_scale(grid: Any) -> tuple[float, ...] | None:
-    """Return the distances between a grid's tokens, or None if they are not given or not numbers."""
+    """Return the distances between a grid's tokens, or None if the grid's scale is None or a tensor."""
     scale = getattr(grid, "scale", None)
     return None if isinstance(scale, Tensor) else scale
 
