@@ -180,7 +180,7 @@ class Stream(nn.Module):
         return (q, k, v), tuple(rest)
 
     def update(self, x: Tensor, attended: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
-        """Add the output of attention (B, H, N, D) to x (B, N, C), and also that of the MLP if both run in parallel."""
+        """Add the attention output (B, H, N, D) to x (B, N, C), and also the MLP's output if both run in parallel."""
         if self.last:
             return x
         attended = self.proj(self.norm(rearrange(attended, "b h n d -> b n (h d)")))
@@ -295,7 +295,7 @@ class DiTBlock(nn.Module):
         return join_norms((text, image))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, norm: Norm | None) -> Tensor:
-        """Encode q and k, and return the output of self-attention. All shapes are (B, H, N, D)."""
+        """Encode q and k, and return the output of self-attention. All tensors are (B, H, N, D)."""
         encoding, positions = context.encoding, context.positions
         mask = None if self.cross is not None else context.attn_mask
         if self.attention == "linear":
@@ -316,7 +316,7 @@ class DiTBlock(nn.Module):
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Combine the per-head norms of prefix, grid and suffix tokens. Return None if one is missing or they differ."""
+    """Combine the per-head norms of prefix, grid and suffix tokens. Return None if they differ or one is missing."""
     norms = [norm for norm in groups if norm is not None and norm.weight is not None]
     if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
         return None

@@ -8,9 +8,9 @@ on time and pooled text through adaLN-zero (DiT, arXiv 2212.09748). Image size a
 call. The options can reproduce the blocks of published models, and ``DiT.from_name("XL/2", ...)`` uses a published
 size.
 
-Forward-mode differentiation (``torch.func.jvp``, dual numbers) works with respect to all inputs. In this mode,
-encodings run the reference, and attention runs PyTorch's plain implementation, because fused kernels don't support this
-mode.
+Forward-mode differentiation (``torch.func.jvp``, dual numbers) works with respect to all inputs. In forward mode,
+encodings use the reference implementation, and attention uses PyTorch's plain implementation, because fused kernels
+don't support forward mode.
 
 Shapes: B batch, K axes, L text tokens, R registers, N tokens (text, then registers and patches), C embed_dim, H heads,
 D head_dim.
@@ -149,7 +149,7 @@ class DiT(nn.Module):
             2310.00426).
         parallel: whether to run a block's attention and MLP in parallel on the same input (ViT-22B, arXiv 2302.05442).
             Pass one value, or a sequence that repeats over the blocks.
-        reg_tokens: number of register tokens. They are not rotated.
+        reg_tokens: number of register tokens, which are not rotated.
         encoding, encoding_kwargs: encoding of q and k; see :func:`lrpe_md.integrations.encoding.build_encoding`. A
             preset (flux1, wan, qwen_image, ...) also defines the positions of text and image.
         absolute: absolute position embedding to add to the patches, "none", "sincos", or "sincos_dit" (with the channel
@@ -168,9 +168,9 @@ class DiT(nn.Module):
         text_width, pooled_width: number of channels of precomputed features. This is a shorthand for passing
             :class:`lrpe_md.models.text.TextFeatures` as text_encoder.
         text_attention: with "joint", text and patches attend to each other, with separate weights (MM-DiT, SD3). With
-            "single", they form one sequence with shared weights. With "cross", patches first attend to patches and then
-            to text. Pass one value, or a sequence that repeats over the blocks. FLUX uses "joint" blocks followed by
-            "single" blocks.
+            "single", text and patches form one sequence with shared weights. With "cross", patches first attend to
+            patches and then to text. Pass one value, or a sequence that repeats over the blocks. FLUX uses "joint"
+            blocks followed by "single" blocks.
         cross_norm: whether to apply a LayerNorm before cross-attention.
         text_projection: projection of text features to embed_dim, "linear", or "mlp" with one hidden layer.
         pooled_projection: projection of pooled features. "none" adds them unchanged to the time embedding (DiT's class
@@ -183,11 +183,11 @@ class DiT(nn.Module):
 
     Attributes:
         reference: size of the grid to which positions are interpolated: None, one number, or one entry per axis. None
-            extrapolates with one unit per patch, or with the preset's rule. You can also set a function from the shape
-            of the patch grid to such a value, for example a :class:`TrainedGrids`. You can change the reference at any
-            time.
+            extrapolates with one unit per patch, or with the preset's rule. You can also set a function that maps the
+            shape of the patch grid to such a size, for example a :class:`TrainedGrids`. You can change the reference at
+            any time.
         prediction: what the model predicts, "velocity", "noise" or "sample". The losses and samplers in :mod:`.flow`
-            use this prediction by default. You can change it at any time.
+            use this prediction by default. You can change the prediction at any time.
         grad_checkpointing: whether to recompute the blocks in the backward pass.
 
     Raises:
@@ -263,7 +263,7 @@ class DiT(nn.Module):
 
         Args:
             name: size ("S", "B", "L" or "XL"), a slash, and the patch size.
-            kwargs: arguments of the class. They override the sizes that the name implies.
+            kwargs: arguments of the class, which override the sizes that the name implies.
 
         Raises:
             ValueError: for an unknown name.
@@ -307,7 +307,7 @@ class DiT(nn.Module):
         check_key_norm(self.memory, qk_norm, ("head", "heads"))
 
     def _set_inputs(self, absolute: str, interval: bool) -> None:
-        """Build the layers before the blocks, except those for text."""
+        """Build the layers that precede the blocks, except the layers for text."""
         check_at_least(1, in_chans=self.in_chans, out_chans=self.out_chans)
         self.embed = nn.Linear(self.in_chans * torch.Size(self.patch_size).numel(), self.embed_dim)
         self.absolute, self.sincos = absolute, None
@@ -451,7 +451,7 @@ class DiT(nn.Module):
         """Encode the condition once, so you can reuse the result in many calls to :meth:`forward`.
 
         Args:
-            text: input of the text_encoder. A :class:`lrpe_md.models.text.Text` is only checked.
+            text: input of the text_encoder. A :class:`lrpe_md.models.text.Text` is not encoded again, only checked.
 
         Raises:
             ValueError, TypeError: if there is no text_encoder, or the features don't have the widths that the encoder
@@ -506,13 +506,13 @@ class DiT(nn.Module):
         """Return the velocity for x (B, in_chans, [frames,] height, width) at times t (B,), in x's shape.
 
         Args:
-            t: times (B,), from 0 (image) to 1 (noise). Divide timesteps up to 1000 by 1000. They raise an
-                error, unless t is on a GPU, where reading it would take time.
+            t: times (B,), from 0 (image) to 1 (noise). Divide timesteps up to 1000 by 1000. Undivided timesteps raise
+                an error, except on a GPU, where reading them would be slow.
             text: input of the text_encoder, such as tokens (B, L) or labels (B,), or the result of :meth:`encode_text`.
                 None means the empty condition.
             r: end (B,) of the time interval over which to predict the mean velocity. Default: t.
-            drop: mask (B,) of the samples whose condition is replaced by the empty one. To use guidance later, drop
-                about a tenth of the conditions in training.
+            drop: mask (B,) of the samples whose condition is replaced by the empty condition. To use guidance later,
+                drop about a tenth of the conditions in training.
         """
         shape = self._grid_shape(x, t)
         c = self.time(t)

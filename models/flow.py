@@ -2,8 +2,8 @@
 
 The straight path from an image (t = 0) to noise (t = 1) is z_t = (1 - t) x + t ε, and its velocity is v = ε - x (Lipman
 et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``model(z, t, text)``. With
-``prediction="noise"``, they predict ε, and with ``prediction="sample"``, they predict x. The default is the attribute
-``model.prediction``. Models without this attribute predict v.
+``prediction="noise"``, models predict ε, and with ``prediction="sample"``, they predict x. The default prediction is
+the attribute ``model.prediction``, or v for models without this attribute.
 
 B is the batch size. The shape of x, z and ε is (B, C, ...), and the shape of t is (B,).
 """
@@ -57,7 +57,7 @@ def _check_prediction(prediction: str) -> None:
 
 
 def _prediction_of(model: Any, prediction: Prediction | None) -> Prediction:
-    """Return ``prediction``, or the model's by default. The model may be wrapped in DistributedDataParallel."""
+    """Return ``prediction``, or by default the attribute of the model, even if DistributedDataParallel wraps it."""
     found: Any = prediction or getattr(getattr(model, "module", model), "prediction", "velocity")
     _check_prediction(found)
     return found
@@ -99,8 +99,8 @@ def flow_matching_loss(
 
     Raises:
         TypeError: if x is not a floating-point tensor.
-        ValueError: if noise, t or the model's output has the wrong shape, or if t is not from 0 to 1. Only times on a
-            CPU are compared with this range, because reading them on a GPU would wait for it.
+        ValueError: if noise, t or the model's output has the wrong shape, or if t is not between 0 and 1. The range is
+            only checked for times on a CPU, because reading times on a GPU would force a synchronisation.
     """
     _check_loss(x, noise, t=t)
     prediction = _prediction_of(model, prediction)
@@ -110,7 +110,7 @@ def flow_matching_loss(
 
 
 def _dropped(drop: Tensor | None) -> dict[str, Tensor]:
-    """Return the keyword arguments for ``drop``. None is not passed, because not all models accept the argument."""
+    """Return the keyword arguments for ``drop``. Leave out None, because not all models accept the argument."""
     return {} if drop is None else {"drop": drop}
 
 
@@ -122,7 +122,7 @@ def mean_flow_loss(
     The target for u is v - (t - r) du/dt. The derivative du/dt is computed with forward-mode differentiation along (v,
     1), and treated as a constant. A trained model samples in a single step: z_0 = z_1 - u(z_1, r=0, t=1).
 
-    It raises the same errors as :func:`flow_matching_loss`, also for r.
+    This function raises the same errors as :func:`flow_matching_loss`, with the same checks for r as for t.
 
     Source: Geng et al., arXiv 2505.13447, without guidance and adaptive weights.
     """
@@ -152,7 +152,7 @@ def check_times(name: str, t: Any, batch: int, limits: tuple[float, float] = (0.
 
 
 def _check_loss(x: Tensor, noise: Tensor, **times: Tensor) -> None:
-    """Check the arguments of a loss, because tensors of other shapes could broadcast."""
+    """Check the arguments of a loss, because tensors with the wrong shape could broadcast."""
     if not x.is_floating_point():
         raise TypeError(f"x: expected a floating-point tensor with values from about -1 to 1, got {x.dtype}")
     if noise.shape != x.shape:
@@ -185,7 +185,7 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
             condition of the model's text_encoder.
 
     Raises:
-        TypeError: if there is no negative, and the text_encoder has no method ``empty``.
+        TypeError: if ``negative`` is None and the text_encoder has no method ``empty``.
         ValueError: if the batch size of negative is neither 1 nor B, or if scale is not a finite number.
 
     Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598).
@@ -222,7 +222,7 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
 def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     """Return the sampling times (steps + 1,) from 1 to 0, in float64.
 
-    ``shift`` changes each time t to shift · t / (1 + (shift - 1) t). With values above 1, more steps are close to the
+    ``shift`` changes each time t to shift · t / (1 + (shift - 1) t). With a shift above 1, more steps are close to the
     noise. If a shift of 1 suits images with n pixels, use √(m/n) for m pixels (SD3, arXiv 2403.03206, eq. 23).
     """
     if steps < 1 or not shift > 0:
@@ -263,7 +263,7 @@ def sample(
     shift: float = 1.0,
     prediction: Prediction | None = None,
 ) -> Tensor:
-    """Sample images from noise (B, C, ...). Any size that the model's patch size divides is possible.
+    """Sample images from noise (B, C, ...). The model's patch size must divide the image size.
 
     :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift,
     :func:`integrate` documents method, and :func:`flow_matching_loss` documents the default of ``prediction``. The

@@ -80,7 +80,7 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
 
 
 def _check_kept(before: Any, k: Tensor, v: Tensor, prefix: int, size: int) -> None:
-    """Check that the stored keys and values of earlier frames match the new ones."""
+    """Check that the stored keys and values of earlier frames match the new keys and values."""
     fits = type(before) is tuple and len(before) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in before)
     if fits:
         fits = all(

@@ -57,7 +57,7 @@ class LmConfig:
             uses an RMSNorm after the attention instead of a denominator (TransNormer, arXiv 2210.10340), so features
             may be negative.
         memory: a :class:`lrpe_md.Memory` with a decay to define how linear layers forget earlier tokens. On a GPU, the
-            slower reference computes the gradient of learned decays.
+            slower reference implementation computes the gradient of learned decays.
         keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
 
     Raises:
@@ -249,14 +249,14 @@ class Block(nn.Module):
 
 @dataclass
 class Cache:
-    """Decoding state on the device. Each call updates it in place.
+    """Decoding state on the device, which each call updates in place.
 
     Args:
         length: number of tokens in the cache, a scalar int64 tensor.
         padding: number of padding tokens at the start of each sample, an int64 tensor (B,).
         layers: encoded keys (B, G, L, E) and values (B, G, L, D) of each layer, or a state (B, G, E, D) with linear
             attention.
-        max_length: L. Exceeding it raises an IndexError on a CPU, and a device error on a GPU. Without softmax
+        max_length: L. Exceeding this length raises an IndexError on a CPU, and a device error on a GPU. Without softmax
             attention, there is no limit.
     """
 
@@ -297,8 +297,9 @@ def check_room(length: int, number: int, max_length: int) -> None:
 class CausalLm(nn.Module):
     """Causal language model that computes logits (B, N, vocab_size) from tokens (B, N).
 
-    Logits are differentiable with respect to all parameters, including learned frequencies and phases. Their dtype is
-    that of the weights, or the autocast dtype. Frequencies stay float32 if you cast the model to a different dtype.
+    Logits are differentiable with respect to all parameters, including learned frequencies and phases. The logits have
+    the dtype of the weights, or the autocast dtype. Frequencies stay float32 if you cast the model to a different
+    dtype.
     """
 
     def __init__(self, config: LmConfig) -> None:
@@ -321,11 +322,11 @@ class CausalLm(nn.Module):
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Compute logits. If you pass a cache, add the tokens to it.
 
-        With a cache, the tokens continue the sequence in the cache. Tokens (B, 1) decode a single step.
+        With a cache, the tokens continue the sequence in the cache. To decode a single step, pass tokens (B, 1).
 
         Raises:
             ValueError: for invalid tokens or an incompatible cache. On a GPU, the cache's length is not checked.
-            IndexError: on a CPU, if a cache with softmax attention has no room for the tokens.
+            IndexError: if, on a CPU, a cache with softmax attention has no room for the tokens.
         """
         if cache is not None:
             self._check_cache(tokens, cache)

@@ -37,7 +37,7 @@ def generate(
         temperature, top_p, generator: see :func:`sample`.
         padding: number of padding tokens (B,) at the start of each prompt, from 0 to N. With a model on a GPU, the
             values are not checked, because that would force a synchronisation.
-        cuda_graph: whether to replay decoding steps as a CUDA graph. None uses a graph on a GPU only.
+        cuda_graph: whether to replay decoding steps as a CUDA graph. None uses a graph only on a GPU.
 
     Raises:
         TypeError, ValueError: for an invalid argument.
@@ -60,7 +60,7 @@ class Decoder:
 
     Args:
         batch, max_length, padding: size of the cache; see :meth:`CausalLm.new_cache`.
-        cuda_graph: whether to capture a step as a CUDA graph and replay it. None uses a graph on a GPU only. The graph
+        cuda_graph: whether to capture a step as a CUDA graph and replay it. None uses a graph only on a GPU. The graph
             stays valid after ``model.rescale`` and further training, because both change tensors in place.
     """
 
@@ -88,8 +88,8 @@ class Decoder:
         """Clear the cache, process the prompts (B, N), and return the logits (B, vocab_size) of the next token.
 
         Raises:
-            ValueError: if there are no tokens, the batch size differs, or the dtype is not an integer. On a CPU, also
-                if tokens are not in the vocabulary, or the padding is longer than the prompts.
+            ValueError: if there are no tokens, the batch size differs, or the dtype is not an integer. On a CPU, this
+                error is also raised if tokens are not in the vocabulary, or if the padding is longer than the prompts.
             IndexError: if a cache with softmax attention has no room for the tokens.
         """
         check_tokens("prompt", prompt, len(self.token))
@@ -121,7 +121,7 @@ class Decoder:
         return self.logits
 
     def _check_values(self, prompt: Tensor) -> None:
-        """Check the tokens and the padding on the CPU. On a GPU, this would force a synchronisation."""
+        """Check tokens and padding that are on the CPU. On a GPU, this check would force a synchronisation."""
         size = self.model.config.vocab_size
         if prompt.device.type == "cpu" and not 0 <= prompt.min() <= prompt.max() < size:
             least, most = prompt.min().item(), prompt.max().item()

@@ -87,7 +87,7 @@ def replace_texts(text: Text, other: Text, where: Tensor) -> Text:
 
 
 def _padded_alike(first: Text, second: Text) -> tuple[Text, Text]:
-    """Pad the shorter text to the length of the longer one, and make sure that both or neither have a mask."""
+    """Pad the shorter text to the length of the longer one, and make sure that either both or neither have a mask."""
     if first.features is None or second.features is None:
         return first, second
     length = max(first.features.shape[1], second.features.shape[1])
@@ -128,8 +128,8 @@ def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device
 class TextEncoder(nn.Module):
     """Transformer with 1D RoPE that encodes tokens (B, L) from :func:`tokenize` as a :class:`Text` of length L.
 
-    Padding does not affect other tokens. ``pooled`` is the output for the START token. An empty caption has no other
-    token.
+    Padding does not affect other tokens. ``pooled`` is the output for the START token, which is the only token of an
+    empty caption.
 
     Args:
         width: number of channels C.
@@ -181,8 +181,8 @@ class LabelEncoder(nn.Module):
     """Encoder that turns class labels (B,) into a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
 
     Args:
-        num_classes: number of classes. Labels range from 0 to num_classes - 1. The embedding table has one more row,
-            for the empty condition.
+        num_classes: number of classes. Labels range from 0 to num_classes - 1. The embedding table has an additional
+            row for the empty condition.
         width: number of channels P of the pooled features.
     """
 
@@ -218,13 +218,13 @@ class LabelEncoder(nn.Module):
 
 
 class TextFeatures(nn.Module):
-    """Encoder for precomputed features, such as those of T5 or CLIP. It returns its input, a :class:`Text`, unchanged.
+    """Encoder for precomputed features, such as those of T5 or CLIP. The input, a :class:`Text`, is returned unchanged.
 
     Args:
         width: number of channels C. With 0, there are only pooled features.
-        pooled_width: number of channels P of pooled features. With 0, there are none.
-        empty: :class:`Text` of a single empty caption, from the encoder that computed the features. It is saved with
-            the model. The default is a single token of zeros, with zeros as pooled features.
+        pooled_width: number of channels P of pooled features. With 0, there are no pooled features.
+        empty: :class:`Text` of a single empty caption, from the encoder that computed the features. This :class:`Text`
+            is saved with the model. The default is a single token of zeros, with zeros as pooled features.
     """
 
     empty_features: Tensor | None
@@ -283,7 +283,7 @@ class PretrainedEncoder(nn.Module):
         self.pooled_width = 0 if pooled is None else pooled.shape[-1]
 
     def train(self, mode: bool = True) -> PretrainedEncoder:
-        """Set the mode, but keep the text model in evaluation mode."""
+        """Set training or evaluation mode, but keep the text model in evaluation mode."""
         super().train(mode)
         self.model.eval()
         return self

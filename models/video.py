@@ -1,8 +1,9 @@
 """Video transformers with relative position encodings in space and time, built on timm's VisionTransformer.
 
-Build one with ``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")``. The default encoding, blocks,
-head and weight names are the same as in the image models. However, the patch embedding embeds tubelets, and the grid
-has three axes (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
+Build a model with ``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")``. The default encoding,
+blocks, head and weight names are the same as in the image models. However, the patch embedding embeds tubelets, and the
+grid has three axes (T, H, W). For video diffusion models with text and time, see
+``lrpe_md.models.dit.DiT(num_axes=3)``.
 
 The number of frames and the resolution may change from call to call. Positions increase by one unit per token, as in
 training, or are interpolated to the grid size ``model.reference``.
@@ -73,7 +74,7 @@ class TubeletEmbed(nn.Module):
         self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim, **dd)
 
     def set_input_size(self, img_size: tuple[int, ...]) -> None:
-        """Set the training size (frames, height, width), and with it ``grid_size`` and the size of a learned table."""
+        """Set the training size (frames, height, width) and ``grid_size``."""
         self.img_size = tuple(img_size)
         self.grid_size = self._divide(self.img_size, "num_frames, img_size: expected", "pass other sizes")
         self.num_patches = self.grid_size[0] * self.grid_size[1] * self.grid_size[2]
@@ -111,7 +112,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class VideoState:
-    """State that :meth:`LrpeVideoTransformer.stream` returns. Pass it to the next call to continue the video.
+    """State that :meth:`LrpeVideoTransformer.stream` returns. Pass this state to the next call to continue the video.
 
     ``num_frames`` is the number of grid frames so far, and ``frame`` is the height and width of a frame in tokens.
     ``layers`` has one entry per attention layer. For linear attention, the entry is the ``state`` of
@@ -136,9 +137,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         absolute: absolute position embedding. "learned" is a table (T, H, W) that is resampled to the input's grid.
             "sincos" uses a third of the channels per axis, with the same positions as the encoding. "none" disables it.
         attention, normalizer, keep_encoded: see :class:`LrpeVisionTransformer`.
-        memory: a :class:`lrpe_md.Memory` to define how linear layers forget other frames. This requires joint
-            attention. Use directions="forward" with causal="frames", and "both" for other models. Class and register
-            tokens are added to the state before the first frame, so they also decay.
+        memory: a :class:`lrpe_md.Memory` to define how linear layers forget other frames. A memory requires joint
+            attention. Use directions="forward" with causal="frames", and directions="both" for other models. Class and
+            register tokens are added to the state before the first frame, so they also decay.
         space_time: with "joint", every token attends to all tokens. With "factorised", blocks 0, 2, ... attend within
             each frame, and blocks 1, 3, ... attend along time at each location (Latte, arXiv 2401.03048, variant 1).
             Each frame or location then gets its own copy of the prefix tokens, and the copies are averaged afterwards
@@ -150,8 +151,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             means all earlier frames. The first frame of the window has time 0, so a stream of any length has the
             same positions as a video of ``window`` frames (∞-RoPE, arXiv 2511.20649). Linear layers always attend to
             all earlier frames, through a state of constant size.
-        temporal: if False, positions don't include time. The parameters stay the same. With ``tubelet_size=1`` and
-            joint or factorised attention, the output then does not depend on the order of frames.
+        temporal: if False, positions don't include time, but the parameters stay the same. With ``temporal=False``,
+            ``tubelet_size=1`` and joint or factorised attention, the output does not depend on the order of frames.
         patch_drop_rate: fraction of tokens to drop in training. The remaining tokens keep their positions.
         drop_unit: "token" to drop individual tokens, or "tube" to drop the same locations in all frames (VideoMAE,
             arXiv 2203.12602). Factorised attention, causal attention and a memory require "tube".
@@ -160,9 +161,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     Attributes:
         reference: size of the grid to which positions are interpolated: None, one number, or one entry per axis. None
             extrapolates with one unit per token. ``model.patch_embed.grid_size`` keeps positions in the trained range,
-            and ``(None, 14, 14)`` does so in space only. You can change it at any time. A learned table is always
-            resampled to the grid.
-        window: see above. You can change it at any time.
+            and ``(None, 14, 14)`` does so in space only. You can change the reference at any time. A learned table is
+            always resampled to the grid.
+        window: see above. You can change the window at any time.
 
     Raises:
         ValueError, TypeError: for an invalid argument.
@@ -259,7 +260,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self._window = frames
 
     def _check_window(self, frames: int | None) -> None:
-        """Check that the attention supports a window. Forward passes check again, in case :func:`adapt` changes it."""
+        """Check that the attention supports a window. :func:`adapt` can change it, so forward passes check again."""
         if frames is not None:
             attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
             if self.causal is None or "softmax" not in attentions:
@@ -295,7 +296,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return self.norm(x)
 
     def stream(self, x: Tensor, state: VideoState | None = None) -> tuple[Tensor, VideoState]:
-        """Compute a causal model's features for the next frames. The result is the same as for the whole video at once.
+        """Compute a causal model's features for the next frames. Features are the same as for the whole video at once.
 
         Pass the next frames x (B, in_chans, frames, height, width) and the state from the previous call, or None to
         start a video. The results are the tokens (B, T H W, C) and the state for the next call. In the first call, the
@@ -413,7 +414,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return prefix
 
     def _choose(self, shape: Sequence[int], x: Tensor) -> Tensor | None:
-        """Choose tokens or locations to keep at random. Return sorted indices (B, n), or None to keep all."""
+        """Choose at random which tokens or locations to keep. Return sorted indices (B, n), or None to keep all."""
         if not self.training or not self.patch_drop_rate:
             return None
         num = x.shape[1] if self.drop_unit == "token" else shape[1] * shape[2]
@@ -466,7 +467,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def set_input_size(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, img_size: tuple[int, int, int] | None = None, patch_size: None = None
     ) -> None:
-        """Set the training size (frames, height, width), and with it ``grid_size`` and the size of a learned table."""
+        """Set the training size (frames, height, width), ``grid_size`` and the size of a learned table."""
         if patch_size is not None:
             raise ValueError(f"patch_size: expected None, got {patch_size}; the size of the tubelets is fixed")
         if img_size is None:
@@ -504,15 +505,15 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Convert weights of an image model, or of a video model with a different position embedding, for use in ``model``.
 
     The patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated
-    over time (I3D, arXiv 1705.07750; ViViT). With joint attention, a video without motion then has the same features as
-    its image, except that prefix tokens have less weight among more tokens. With factorised attention, every second
-    block attends along time, so features differ. A position table is dropped if the model has none. Frequencies that
-    are missing from the weights stay as they are in the model. So does the head if the number of classes differs. If
-    ``model`` averages tokens and the weights come from a model with a class token, the model applies their final
-    norm to the average.
+    over time (I3D, arXiv 1705.07750; ViViT). With joint attention, a video without motion thus has the same features as
+    its image, except that prefix tokens carry less weight among the larger number of tokens. With factorised attention,
+    every second block attends along time, so features differ. If the model has no position table, the table in the
+    weights is dropped. Frequencies that are missing from the weights stay as they are in the model, and so does the
+    head if the number of classes differs. If ``model`` averages tokens and the weights come from a model with a class
+    token, the model applies their final norm to the average.
 
-    A learned table must have the same height and width in both models. If it doesn't, call timm's
-    ``image.set_input_size(img_size)`` first, which resamples the table.
+    A learned table must have the same height and width in both models. If the sizes differ, first call timm's
+    ``image.set_input_size(img_size)``, which resamples the table.
 
     Raises:
         TypeError: if the weights are not a state_dict, or the model is not a :class:`LrpeVideoTransformer`.

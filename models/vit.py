@@ -1,8 +1,8 @@
 """Vision transformers with relative position encodings, registered with timm.
 
-Build one with ``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="rotate")``. The default encoding is "rotate",
-unless you pass ``absolute``. The class is in :mod:`lrpe_md.integrations.timm`, next to ``adapt``, which converts a timm
-model to this class.
+Build a model with ``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="rotate")``. The default encoding is
+"rotate", unless you pass ``absolute``. The class is in :mod:`lrpe_md.integrations.timm`, next to ``adapt``, which
+converts a timm model to this class.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_positions(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def rename_final_norm(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Rename the final norm for a model that averages tokens, which applies this norm to the average."""
+    """Rename a checkpoint's final norm for a model that averages tokens and then applies this norm."""
     renamed, own = dict(state_dict), model.state_dict().keys()
     for name in ("weight", "bias"):
         if f"fc_norm.{name}" in own and f"norm.{name}" in renamed:

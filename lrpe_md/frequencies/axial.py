@@ -37,7 +37,7 @@ def _strides(widths: Sequence[int], num_channels: int) -> list[list[int]]:
 
 
 class _AxisMap(NamedTuple):
-    """Rule for dividing C channels among axes. Its functions receive the widths of the axes, and C.
+    """Rule for dividing C channels among axes. Each function in the rule takes the axis widths and C.
 
     If ``channels`` is None, each axis fills one block of consecutive channels.
     """
@@ -76,7 +76,7 @@ def is_even(axis_map: AxisMap) -> bool:
 
 
 def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
-    """Return the number of blocks of channels. Gaps can only be placed around these blocks."""
+    """Return the number of blocks of channels. Gaps can only go before, between and after blocks."""
     if not isinstance(axis_map, str):
         return len(axis_map)
     return 1 if axis_map == "head" or _MAPS[axis_map].channels else num_axes
@@ -114,8 +114,8 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
 
     Args:
         num_channels: total number to split.
-        shares: one integer per axis. For example, (2, 3, 3) gives the first axis two eighths.
-        remainder: axis that gets the leftover channels. None requires an exact split.
+        shares: one integer per axis. For example, (2, 3, 3) gives the first axis two eighths of the channels.
+        remainder: axis that gets the leftover channels, or None to require an exact split.
 
     Raises:
         ValueError: if the split is not exact and ``remainder`` is None, or the shares are invalid.
@@ -155,7 +155,7 @@ def warn_of_idle_axes(
     stacklevel: int = 3,
     remedy: str = "split= in lrpe_md.preset or encoding_kwargs",
 ) -> None:
-    """Warn about axes without channels. Positions on such an axis would have no effect.
+    """Warn about axes without channels, on which positions have no effect.
 
     Args:
         widths: number of channels or pairs per axis, slowest axis first.
@@ -202,7 +202,7 @@ def axial_omega(
             - ``"chunk"``: a single series runs over all channels, and is split into one section per axis (Qwen2-VL).
             - ``"stride"``: a single series runs over all channels. Channel c belongs to axis c mod K until that axis
               has filled its section, and to the first axis from then on (Qwen3-VL). The size of the first section is
-              not used.
+              ignored.
             - ``"even_odd"``: the members of a single series go to the axes in turn, and each axis has one block of
               channels (Pixtral for K = 2).
             - ``"head"``: each head uses a single axis for all its channels (MHRoPE).
@@ -214,11 +214,11 @@ def axial_omega(
             the sum of the sections are not rotated. By default, ``"block"`` uses all of theta for each axis and stops
             at C channels. The other maps use equal sections by default, and the first axis gets the remainder.
         gaps: numbers of unrotated channels before, between and after the blocks. There is one more gap than there are
-            blocks. ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
+            blocks. ``"alternate"`` and ``"stride"`` have a single block. Each group has one block. Default: no gaps.
         num_heads: number of heads for ``"head"``. Default: the sum of the sections.
 
     Returns:
-        omega (H or 1, C, K), with theta's dtype and device. It is differentiable with respect to theta.
+        omega (H or 1, C, K), with theta's dtype and device. omega is differentiable with respect to theta.
 
     Raises:
         ValueError: if theta is too short, the sections exceed C, or a name is unknown.
@@ -349,7 +349,7 @@ def cut_blocks(widths: list[int], num_channels: int, num_axes: int) -> list[int]
 
 
 def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
-    """Return theta[:, members]. For a range, return a view, which avoids copying the indices to the device."""
+    """Return theta[:, members]. If ``members`` is a range, return a view, so no indices are copied."""
     if isinstance(members, range):
         return theta[:, members.start : members.stop : members.step]
     return theta[:, torch.tensor(members, dtype=torch.int64, device=theta.device)]
@@ -360,8 +360,8 @@ def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) 
 
     Args:
         theta: (C,), (1, C) or (H, C), or (H,) for one frequency per head.
-        num_pairs: C. A theta of this length is read as (C,), even if H = C.
-        num_heads: H. None accepts any number of heads.
+        num_pairs: C. A one-dimensional theta of length C is read as (C,), even if H = C.
+        num_heads: H, or None to accept any number of heads.
     """
     check_dense("theta", theta, "(C,), (H, C) or (H,)")
     check_at_least(1, num_pairs=num_pairs)

@@ -56,10 +56,10 @@ def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
 def golden_directions(num_channels: int, num_axes: int) -> Tensor:
     """Return evenly distributed directions (C, K) in float64, for K = 2 or 3 and any number of channels.
 
-    For K = 2, successive channels are a golden section of the half circle apart. For K = 3, height and azimuth on the
-    half sphere use the generalisation of the golden section (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional
-    rotary positional embeddings"). Half of the circle or sphere is enough, because v and -v rotate a pair by the same
-    angle in opposite directions.
+    For K = 2, the angle between successive channels is the golden section of a half circle. For K = 3, height and
+    azimuth on the half sphere use the generalisation of the golden section (Roberts 2018; for RoPE: Xiong 2025, "On
+    N-dimensional rotary positional embeddings"). Half of the circle or sphere is enough, because v and -v rotate a pair
+    by the same angle in opposite directions.
     """
     check_at_least(1, num_channels=num_channels)
     index = torch.arange(num_channels, dtype=torch.float64) + 0.5
@@ -78,7 +78,7 @@ def golden_directions(num_channels: int, num_axes: int) -> Tensor:
 def simplex_directions(num_channels: int, num_axes: int) -> Tensor:
     """Return directions (C, K) in float64 that repeat the K + 1 corners of a regular simplex around the origin.
 
-    For K = 2 these are three directions 120° apart, as in the hexagonal codes of grid cells.
+    For K = 2, the three directions are 120° apart, as in the hexagonal codes of grid cells.
     """
     check_at_least(1, num_channels=num_channels, num_axes=num_axes)
     # On axis j, earlier corners are zero, and later corners cancel corner j.
@@ -101,8 +101,8 @@ def mixed_omega(
     """Return dense frequencies with random directions, drawn separately for each head.
 
     Each head has a random orthonormal frame of the K axes. The channels form K blocks, one per vector of the frame.
-    Each block has the geometric magnitudes ``base ** (-i / E)`` with E = ceil(C / K). For K = 2, this is the
-    initialisation of RoPE-Mixed (RoPE-ViT, arXiv 2403.13298), up to the direction of rotation.
+    In each block, the magnitudes form the geometric series ``base ** (-i / E)`` with E = ceil(C / K). For K = 2, this
+    is the initialisation of RoPE-Mixed (RoPE-ViT, arXiv 2403.13298), up to the direction of rotation.
 
     Returns:
         omega (H, C, K).

@@ -19,7 +19,7 @@ __all__ = ["rope_frequencies"]
 
 
 class _Model(NamedTuple):
-    """Inputs of a scaling rule other than the series: config fields and sequence lengths."""
+    """Config fields and sequence lengths that a scaling rule needs in addition to the series."""
 
     fields: Mapping[str, Any]
     head_dim: int
@@ -48,7 +48,7 @@ class _Model(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """Scaling factor from the config. By default, the maximum length divided by the original length."""
+        """Scaling factor from the config, or by default the maximum length divided by the original length."""
         if self.fields.get("original_max_position_embeddings") is None:
             return self.need("factor")
         return self.fields.get("factor") or self.maximum / self.original
@@ -144,13 +144,13 @@ def rope_frequencies(
             or "proportional", and the fields that this type uses: ``rope_theta``, ``partial_rotary_factor``,
             ``factor``, ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``,
             ``truncate``, ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor``,
-            ``high_freq_factor`` and ``alpha`` (HunYuan's "dynamic"). Other fields are ignored, with a warning if the
-            name resembles one of these. None means "default". If a config has a dict for each layer type, as in Gemma
-            3, call this function once per dict.
+            ``high_freq_factor`` and ``alpha`` (HunYuan's "dynamic"). Other fields are ignored, with a warning if their
+            names resemble known ones. None means "default". If a config has a dict for each layer type, as in Gemma 3,
+            call this function once per dict.
         head_dim: number of channels per head, D. The rotated width R is ``int(D * partial_rotary_factor)``, or D
             without that field. For "proportional", R is always D, and the remaining channels have θ = 0.
-        max_position_embeddings: maximum length in the config. "dynamic" scales from this length. This length is also
-            the default of ``original_max_position_embeddings``.
+        max_position_embeddings: maximum length in the config. "dynamic" only scales sequences that exceed it. It is
+            also the default of ``original_max_position_embeddings``.
         seq_len: current length, for "dynamic" and "longrope". By default, "dynamic" uses the maximum length, and
             "longrope" uses the short factors.
         base: base to use if ``rope_parameters`` has no ``rope_theta``. Older configs store rope_theta outside the dict;
@@ -158,16 +158,16 @@ def rope_frequencies(
 
     Returns:
         theta (R/2,) on the CPU, computed in float64, and the amplitude, which multiplies the rotated channels of q and
-        k. No type rescales the positions.
+        k. None of the types rescales positions.
 
     Raises:
         TypeError: if rope_parameters is not a dict.
-        ValueError: if the type is unknown, if a field, the base or the type of a ``factor`` is missing, if the width is
-            odd, or if rope_parameters has a dict for each layer type.
+        ValueError: if the type is unknown, if a field or the base is missing, if there is a ``factor`` without a type,
+            if the width is odd, or if rope_parameters has a dict for each layer type.
 
     Sources: the papers cited in :func:`lrpe_md.linear_scaling` and the other scalings. The fields are the same as in
-    ``modeling_rope_utils.py`` of transformers 5.23. The results agree up to float32 rounding. That file has no "ntk"
-    type.
+    ``modeling_rope_utils.py`` of transformers 5.23, which has no "ntk" type. The results are the same up to float32
+    rounding.
     """
     fields = _checked_fields(rope_parameters)
     kind = _type(fields)

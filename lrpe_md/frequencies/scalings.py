@@ -55,9 +55,9 @@ def yarn_scaling(
     """Apply YaRN (Peng et al., arXiv 2309.00071).
 
     Frequencies that make fewer than ``slow`` turns in ``original_length`` are divided by ``factor``. Frequencies that
-    make more than ``fast`` turns stay the same. In between, a linear ramp over the index blends the two. With
-    ``truncate``, the ends of the ramp are rounded outwards, as in the authors' code. The amplitude is 0.1 ln(factor) +
-    1. ``theta`` must be a geometric series.
+    make more than ``fast`` turns stay the same. Between these bounds, a linear ramp over the index blends the two
+    results. With ``truncate``, the ends of the ramp are rounded outwards, as in the authors' code. The amplitude is 0.1
+    ln(factor) + 1. ``theta`` must be a geometric series.
     """
     _check(theta, factor=factor, original_length=original_length, fast=fast, slow=slow)
     step, low, high = _locate(theta, original_length, (fast, slow))
@@ -102,9 +102,9 @@ def llama3_scaling(
 ) -> tuple[Tensor, float]:
     """Apply Llama 3.1's scaling (arXiv 2407.21783).
 
-    With L0 = ``original_length``, frequencies with a wavelength above L0 / low are divided by ``factor``. Those with a
-    wavelength below L0 / high stay the same. In between, the two results are blended. The weight is linear in the
-    number of turns over L0. The amplitude is 1.
+    With L0 = ``original_length``, frequencies with a wavelength above L0 / low are divided by ``factor``. Frequencies
+    with a wavelength below L0 / high stay the same. Between these bounds, the two results are blended, with a weight
+    that is linear in the number of turns over L0. The amplitude is 1.
     """
     _check(theta, factor=factor, low=low, high=high, original_length=original_length)
     if not high > low:
@@ -152,8 +152,8 @@ def dype_ntk_scaling(
     """Apply DyPE (Issachar et al., arXiv 2510.20766), which is :func:`ntk_scaling` with factor^(strength · t²).
 
     Args:
-        factor: length divided by the training length. If it is at most 1, theta is unchanged.
-        time: diffusion time t, from 1 (noise) to 0. A scalar tensor on a GPU is used there, without a synchronisation.
+        factor: length divided by the training length. If the factor is at most 1, theta is unchanged.
+        time: diffusion time t, from 1 (noise) to 0. A scalar tensor on a GPU stays on the GPU, so nothing synchronises.
 
     The amplitude is 1.
     """
@@ -173,18 +173,18 @@ def dype_yarn_scaling(
 ) -> tuple[Tensor, float]:
     """Apply the YaRN variant of DyPE (Issachar et al., arXiv 2510.20766).
 
-    How a frequency is scaled depends on the number of turns that it makes in ``original_length``. With fewer than
-    ``interpolated`` turns, the frequency is divided by ``factor``. With more, it follows :func:`ntk_scaling`. With more
-    than ``kept`` turns, it stays the same. Both arguments are pairs of bounds, between which a ramp blends the two
-    neighbouring ranges. The bounds are multiplied by t², so all of θ is unchanged as t approaches 0. Ramp ends are
-    rounded outwards to whole indices.
+    How a frequency is scaled depends on the number of turns that it makes in ``original_length``. Frequencies with
+    fewer than ``interpolated`` turns are divided by ``factor``. Frequencies with more turns follow :func:`ntk_scaling`,
+    but those with more than ``kept`` turns stay the same. ``interpolated`` and ``kept`` are pairs of bounds, between
+    which a ramp blends the two neighbouring ranges. The bounds are multiplied by t², so all of θ is unchanged as t
+    approaches 0. The ends of a ramp are rounded outwards to whole indices.
 
-    This follows the authors' code except close to t = 0, if all frequencies lie on one side of a ramp. In that case,
-    the authors' ramp flips and treats the frequencies as if they were on the other side. This function does not.
+    Close to t = 0, this function differs from the authors' code if all frequencies lie on one side of a ramp. In that
+    case, the authors' ramp flips and treats the frequencies as if they were on the other side.
 
     Args:
-        factor: length divided by the training length. If it is at most 1, theta is unchanged.
-        time: diffusion time t, from 1 (noise) to 0. A scalar tensor on a GPU is used there, without a synchronisation.
+        factor: length divided by the training length. If the factor is at most 1, theta is unchanged.
+        time: diffusion time t, from 1 (noise) to 0. A scalar tensor on a GPU stays on the GPU, so nothing synchronises.
 
     The amplitude is 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
     """
@@ -204,7 +204,7 @@ def dype_yarn_scaling(
 def _locate(
     theta: Tensor, length: float, turns: tuple[float, float], log_share: float | Tensor = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the step of log θ, and the (fractional) indices of the frequencies that make these turns in a length."""
+    """Return the step of log θ, and the fractional indices at which frequencies make ``turns`` turns in ``length``."""
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()
     step = (first - last) / max(theta.shape[-1] - 1, 1)
@@ -238,7 +238,7 @@ def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
 
 
 def _check(theta: Tensor, **numbers: float) -> None:
-    """Check that theta is a dense tensor, and that the numbers are positive."""
+    """Check that theta is a dense tensor, and that ``numbers`` are positive."""
     check_dense("theta", theta, "(E,) or (H, E)")
     for name, number in numbers.items():
         if isinstance(number, str) or not 0 < number < math.inf:

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _make(name: str) -> nn.Module:
-    """Build a model from a configuration or a timm name. Raise ValueError or OSError if there is none."""
+    """Build a model from a configuration or a timm name. Raise ValueError or OSError if there is no such model."""
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     if path.suffix == ".json" and not path.is_file():
         raise ValueError("expected a configuration, got a path that does not exist")

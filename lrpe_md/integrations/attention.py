@@ -37,14 +37,15 @@ NOTHING = Activation()
 
 
 class Context:
-    """Inputs that a backbone's forward passes to each attention through the ``attn_mask`` argument.
+    """Inputs that a backbone's forward method passes to each attention layer through the ``attn_mask`` argument.
 
-    This is not a tuple, because the mixed precision of FSDP and DDP would cast the tensors in it, including positions.
+    The class is not a tuple, because mixed precision in FSDP and DDP would cast the tensors in a tuple, including
+    positions.
 
     Args:
-        block: number of tokens per frame, if a frame only sees itself and earlier frames, or for a memory.
-        window: number of frames that softmax attention sees, including the current one. None means all frames.
-        bidirectional: whether a frame sees all frames. Only linear layers with a memory then use ``block``.
+        block: number of tokens per frame, for a memory or if a frame only attends to itself and to earlier frames.
+        window: number of frames in the window of softmax attention, including the current one. None means all frames.
+        bidirectional: whether a frame attends to all frames. If so, only linear layers with a memory use ``block``.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ def weight_dtype(layer: nn.Module, default: torch.dtype) -> torch.dtype:
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
     """Return the SDPA backends to try, in order, or None for PyTorch's default.
 
-    Flash attention rejects the cosine map's unequal widths of q and v. PyTorch then falls back to the memory-efficient
+    Flash attention rejects the cosine map, which makes q wider than v. PyTorch then falls back to the memory-efficient
     kernel, but on Hopper, cuDNN is several times faster in 16 bits (docs/tuning.md). Function transforms and forward
     mode require the math backend, because the fused backends have no forward-mode derivative.
     """
@@ -133,8 +134,9 @@ def attend_softmax(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
 def attend_encoded(encode: Callable[..., Any], attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute ``attend(*encode(q, k), v)``, and re-encode q and k in the backward pass to save memory.
 
-    Only the encoding runs twice, so the gradients are identical. ``encode`` must not draw random numbers. It runs once
-    under function transforms, without gradients, or with other saved-tensor hooks (activation checkpointing).
+    Only the encoding runs twice, so the gradients are identical. ``encode`` must not draw random numbers. Under
+    function transforms, without gradients, or with other saved-tensor hooks (activation checkpointing), ``encode`` only
+    runs once.
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if torch.compiler.is_compiling() and needed and not is_exporting():
@@ -195,14 +197,14 @@ _KEPT = ("bmm", "mm", "baddbmm", "_softmax", "native_dropout", "rand_like", "ber
 
 
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the results of attention operators, and recompute everything else, which is the encoding."""
+    """Save the results of attention operators, and recompute everything else (that is, the encoding)."""
     name = op._schema.name.removeprefix("aten::") if isinstance(op, torch._ops.OpOverload) else ""
     kept = name in _KEPT or name.startswith("_scaled_dot_product") or not name
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
 
 
 class Carried:
-    """State that chunks of a sequence pass on. Each attention layer has an entry: sums, or keys and values."""
+    """State passed from one chunk of a sequence to the next: sums, or keys and values, for each attention layer."""
 
     def __init__(self, before: Sequence[Any] = ()) -> None:
         self.before = tuple(before)
@@ -229,7 +231,7 @@ def attend_linearly(
 ) -> Tensor:
     """Compute linear attention of unencoded q, k and v (B, H, N, D) in v's dtype.
 
-    ``options`` are normalizer, decay, norm and act of :func:`attend_with`.
+    ``options`` are the arguments normalizer, decay, norm and act of :func:`attend_with`.
     """
     if attn_mask is not None:
         raise ValueError(
@@ -256,8 +258,8 @@ def attend_linearly(
 def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tensor:
     """Return the delta-rule gate (B, H or 1, N) for keys (B, H, N, D) that were normalised within each head.
 
-    The squared norms of a frame's or prefix's keys, each about D, then sum to at most about 1, so the state can't grow
-    from frame to frame. Instead, SANA-WM multiplies the keys by the square root of this gate.
+    With this gate, the squared norms of a frame's or prefix's keys (each about D) sum to at most about 1, so the state
+    can't grow from frame to frame. SANA-WM multiplies the keys by the square root of this gate instead.
     """
     width = k.shape[3] * max(block, prefix)
     scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / width, dtype=torch.float32)

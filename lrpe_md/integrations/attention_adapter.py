@@ -5,8 +5,9 @@
 
     adapt_attention(dit, "rotate", positions=lambda x, t, y: Grid((x.shape[2] // 2, x.shape[3] // 2)))
 
-The model's own ``forward`` computes the positions. That of an attention runs the original under a ``TorchFunctionMode``
-that encodes q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
+The replacement for the model's ``forward`` computes the positions. The replacement for an attention module's
+``forward`` runs the original under a ``TorchFunctionMode`` that encodes q and k. A compiler traces a copy of the
+original instead, because compilers reject such a mode inside a checkpoint.
 
 A checkpoint reruns parts of the model after its forward pass has ended. The positions therefore travel with the tensors
 that autograd saves. Every checkpoint unpacks its inputs, which restores the positions.
@@ -112,7 +113,7 @@ class _Adaptation:
         return True
 
     def locate(self, path: str) -> Where:
-        """Return the positions for an attention module in a forward pass, or recomputed in a backward pass."""
+        """Return the positions for an attention module in a forward pass, or as recomputed in a backward pass."""
         if self.is_fixed:
             return self.positions
         if torch.compiler.is_compiling():
@@ -199,7 +200,7 @@ class _Forward:
 
 
 class _ModelForward(_Forward):
-    """Replacement for the model's forward method. It provides the positions while it runs."""
+    """Replacement for the model's forward method, which provides the positions while it runs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, local = self.adaptation, self.adaptation.local
@@ -231,7 +232,8 @@ class _ModelForward(_Forward):
 def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     """Pack the tensors that autograd saves together with the positions of the running forward pass.
 
-    The caller's hooks keep working. If hooks are disabled, checkpoints can't use them either.
+    The caller's hooks keep working. If hooks are disabled, nothing is packed, because checkpoints can't use hooks
+    either.
     """
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transforming():
@@ -259,7 +261,7 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
 class _Encoder:
     """Replacement for ``scaled_dot_product_attention``, which encodes q and k first.
 
-    ``layer`` is the index of the attention module if each has its own encoding, or None if all share one.
+    ``layer`` is the index of the attention module, or None if all attention modules share one encoding.
     """
 
     def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
@@ -326,7 +328,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
 
 
 class _Attention(_Forward):
-    """Replacement for an attention module's forward method. It encodes q and k when the module calls SDPA."""
+    """Replacement for an attention module's forward method, which encodes q and k when the module calls SDPA."""
 
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)
@@ -371,7 +373,7 @@ def _checkpoint_state() -> tuple[Any, bool]:
 
 
 class _Encode(TorchFunctionMode):
-    """Mode that encodes q and k in SDPA calls. ``state`` is the :func:`_checkpoint_state` before, or None."""
+    """Mode that encodes q and k in SDPA calls. ``state`` is the earlier :func:`_checkpoint_state`, or None."""
 
     def __init__(self, attention: _Attention, state: tuple[Any, bool] | None) -> None:
         super().__init__()
@@ -385,7 +387,7 @@ class _Encode(TorchFunctionMode):
         return self.attention.encoder.attend(*args, **(kwargs or {}), path=self.attention.path or "the model")
 
     def _check(self, hooks: Any, grad_enabled: bool) -> None:
-        """Reject encoding inside a checkpoint, because its recomputation would run without this mode."""
+        """Reject encoding inside a checkpoint, because the checkpoint would recompute without this mode."""
         now, is_enabled = _checkpoint_state()
         is_checkpoint = now is not None and now[0].__module__ == "torch.utils.checkpoint"
         if grad_enabled and (not is_enabled or (is_checkpoint and now != hooks)):
@@ -409,38 +411,41 @@ def adapt_attention(
     num_heads: int | None = None,
     name: str = "encoding",
 ) -> Model:
-    """Add an encoding to a model without one. This changes the model in place, and returns it.
+    """Add an encoding to a model without one. The model is changed in place and returned.
 
     Self-attention modules encode q and k just before they call ``torch.nn.functional.scaled_dot_product_attention``.
-    The model's weights, their names, hooks and classes stay the same. It works under checkpointing, autocast,
-    ``torch.compile``, DDP and FSDP2, and you can copy and pickle it. Learned frequencies are parameters at
+    The model's weights, their names, hooks and classes stay the same. An adapted model works under checkpointing,
+    autocast, ``torch.compile``, DDP and FSDP2, and can be copied and pickled. Learned frequencies are parameters at
     ``model.encoding``, so call this before you build the optimizer. Position embeddings that the model adds to its
     tokens remain, unless you remove them yourself.
 
     Args:
-        model: a model such as DiT, SiT, U-ViT, MAE or nanoGPT. For timm's plain ViT, :func:`lrpe_md.adapt` offers more.
+        model: a model such as DiT, SiT, U-ViT, MAE or nanoGPT. For timm's plain ViT, :func:`lrpe_md.adapt` has more
+            options.
         encoding: "rotate", "cosine", "mixed", a preset name, a ``Scheme``, a factory, or a module called as
             ``encoding(q, k, positions=positions)`` with q and k (B, H, N, D). See :func:`.encoding.build_encoding`. The
             encoding is moved to the model's device.
-        positions: a :class:`Grid` or :class:`Coordinates` for all inputs, or a function of the model's forward
-            arguments that returns one. It must cover all tokens of the attention, as ``Grid((H, W), prefix=1)`` does if
-            there is a class token. For a preset, return the result of its ``positions()``. Pass None if the model's
-            code calls :func:`set_positions` itself.
+        positions: a :class:`Grid` or :class:`Coordinates` for all inputs, or a function that returns one of these from
+            the arguments of the model's forward method. The positions must cover all tokens, as ``Grid((H, W),
+            prefix=1)`` does if there is a class token. For a preset, return the result of its ``positions()``. Pass
+            None if the model's code calls :func:`set_positions` itself.
         modules: name patterns of the self-attention modules, such as "blocks.*.attn". The default matches modules named
-            attn, attn1, attention, self_attn or self_attention. If matches are nested, only the outermost is used.
+            attn, attn1, attention, self_attn or self_attention. If matching modules are nested, only the outermost one
+            is used.
         encoding_kwargs: options of the encoding. With ``sharing="layer"``, each layer gets its own encoding.
-        num_axes: number of axes, by default those of fixed positions, or 2.
-        head_dim, num_heads: sizes of the attention modules. By default, they are read from the modules' attributes.
+        num_axes: number of axes. The default is the number of axes of fixed positions, or else 2.
+        head_dim, num_heads: sizes of the attention modules. By default, the sizes are read from the modules'
+            attributes.
         name: attribute of the model that holds the encoding. If two groups of modules, such as the encoder and decoder
             of an MAE, need different encodings, call ``adapt_attention`` twice with different names.
 
     The cosine map doubles the width of q and k, but attention keeps the scale of the original head_dim. If q and k
-    differ in length, the attention raises an error. So exclude cross-attention, and disable key caches.
+    differ in length, attention raises an error, so exclude cross-attention, and disable key caches.
 
     Raises:
-        TypeError, ValueError: if an argument is invalid, no modules match, or modules are already adapted. The model is
-            then unchanged.
-        RuntimeError: in the forward pass, if an attention module does not call ``scaled_dot_product_attention``.
+        TypeError, ValueError: if an argument is invalid, no modules match, or modules are already adapted. After an
+            error, the model is unchanged.
+        RuntimeError: if an attention module does not call ``scaled_dot_product_attention`` in the forward pass.
     """
     if not isinstance(model, nn.Module) or hasattr(model, "_orig_mod"):
         kind = type(model).__name__
@@ -491,11 +496,11 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
     """Set the positions from inside the forward method of an adapted model.
 
     Use this in models that choose their tokens during the forward pass, such as an MAE that draws the patches to keep.
-    The positions apply to all subsequent attention modules until the forward pass ends. Call it outside of checkpointed
-    code. ``model`` and ``name`` are those passed to :func:`adapt_attention`.
+    The positions apply to all subsequent attention modules until the forward pass ends. Call this function outside of
+    checkpointed code. ``model`` and ``name`` are those passed to :func:`adapt_attention`.
 
     Raises:
-        ValueError: if there is no adaptation with this name, if positions are fixed, or outside the forward pass.
+        ValueError: if there is no adaptation with this name, if positions are fixed, or if no forward pass is running.
     """
     _check_positions(positions)
     own = next((f.adaptation for f in _forwards_of(model) if f.adaptation.name == name), None)
@@ -508,7 +513,7 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
 
 
 def find_adapted_forward(module: nn.Module) -> _Attention | None:
-    """Return what adapt_attention has set as the forward method of an attention module, or None."""
+    """Return the object that adapt_attention created to run a module's forward method, or None."""
     owner = getattr(vars(module).get("forward"), "__self__", None)
     return owner if isinstance(owner, _Attention) else None
 
@@ -560,7 +565,7 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
 
 
 def _has_encoding(model: nn.Module, path: str) -> bool:
-    """Return whether an attention module already encodes q and k, with its own encoding or that of its backbone."""
+    """Return whether an attention module already encodes q and k, with its own encoding or its backbone's."""
     module, names = model.get_submodule(path), path.split(".")
     if any(isinstance(inner, FrequencyModule) for inner in module.modules()):
         return True

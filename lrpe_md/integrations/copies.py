@@ -1,4 +1,4 @@
-"""Copies of functions and classes in which some of the functions that they call are replaced.
+"""Copies of functions and classes in which some of the called functions are replaced.
 
 A copy shares the globals of its original, so later patches affect both. Where the original looks up
 ``apply_rotary_emb``, the copy looks up a private name. We add that name next to the original name: in a function's
@@ -45,7 +45,7 @@ class Lookups(NamedTuple):
         chains: (kind, variable, attribute, ...) for each chain, such as ``self.rope.rotate``, and for all its prefixes.
             The kind is "global", "local", or "cell" for a variable of an enclosing function.
         imports: (relative level and module, name) of imports at run time, such as ``("2:embeddings", "apply")``.
-        others: attribute names that are looked up on anything else.
+        others: attribute names that are looked up on other objects.
     """
 
     chains: frozenset[tuple[str, ...]]
@@ -118,7 +118,7 @@ Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement for a val
 class Copier:
     """Copy functions, and replace the functions that they call with ``exchange(function)``.
 
-    ``names`` maps further names to replace in the first function, but not in those that it calls.
+    ``names`` maps additional names to replace in the first function, but not in the functions that it calls.
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
@@ -143,7 +143,7 @@ class Copier:
         return self._copies[function]
 
     def _replace_names(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
-        """Return the code of a function (or of a nested one) with private names for replaced functions."""
+        """Return the code of a function, or of one nested in it, with private names for replaced functions."""
         constants = list(code.co_consts)
         for i, each in enumerate(constants):
             if isinstance(each, CodeType):
@@ -163,7 +163,7 @@ class Copier:
         return self._replace_names(code, function, depth)
 
     def _find(self, code: CodeType, function: FunctionType, depth: int) -> dict[str, list[Place]]:
-        """Return the places of each name that refers to a replaced function wherever the code uses it."""
+        """Return the places of each name that refers to a replaced function in all its uses."""
         lookups, space = read_lookups(code), function.__globals__
         places: dict[str, list[Any]] = {name: [None] for name in lookups.others}
         cells = dict(zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()), strict=True))
@@ -179,7 +179,7 @@ class Copier:
         return {name: found for name, found in places.items() if None not in found}
 
     def _place(self, space: dict[str, Any], name: str, caller: FunctionType, depth: int) -> Place | None:
-        """Return a namespace and the replacement for the value of ``name`` in it, or None."""
+        """Return a namespace, and the replacement for the value of ``name`` in this namespace, or None."""
         value: Any = space.get(name)
         # A subclass of dict may import its values when they are read. The registry in transformers is another mapping.
         is_table = type(value) is dict or (isinstance(value, MutableMapping) and not isinstance(value, dict))
@@ -225,7 +225,7 @@ def _is_same(known: Any, ours: Any) -> bool:
 
 
 def _publish(name: str, places: Sequence[Place]) -> str:
-    """Add the replacement of ``name`` under a private name in all its places, and return that name."""
+    """Add the replacement for ``name`` to all places under a private name, and return the private name."""
     number = 0
     while True:
         private = f"{_PRIVATE}{name}{number or ''}"
@@ -306,7 +306,7 @@ def find_method(cls: type, name: str) -> Any:
 
 
 def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
-    """Return methods by name: those in ``entries``, and those that they call on the same object."""
+    """Return, by name, the methods in ``entries`` and all methods that these call on the same object."""
     found: dict[str, FunctionType] = {}
     names = [*entries]
     for name in names:  # the list grows
@@ -318,7 +318,7 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
 
 
 class Recipe(NamedTuple):
-    """Recipe for an adapted class. Another process can use it to derive the same class and unpickle the objects."""
+    """Recipe for an adapted class, with which another process can derive the same class and unpickle its objects."""
 
     exchange: Any  # a picklable Exchange, with ``refine(method, copy) -> method, attributes``
     entries: tuple[str, ...]
@@ -381,7 +381,7 @@ def restore_class(part: Any) -> None:
 
 
 def replaced_names(cls: type) -> set[str]:
-    """Return the names of what an adapted class replaces: functions that its methods call, and whole methods."""
+    """Return the names of the methods, and of the functions called by methods, that an adapted class replaces."""
     found: set[str] = set()
     for name, method in vars(cls).items():
         called = _private_names(getattr(method, "__func__", method))

@@ -1,8 +1,8 @@
 """Replace third-party rotary functions with equivalent functions that run our kernel.
 
 We call the function with small tensors to find out which table entry rotates which channel (:mod:`.probing`). The
-replacement passes views of the caller's tables to :func:`lrpe_md.rotate` (:mod:`.plans`). Other kinds of calls go to
-the original.
+replacement passes views of the caller's tables to :func:`lrpe_md.rotate` (:mod:`.plans`). Unsupported calls go to the
+original function.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     Args:
         function: function that rotates x, or q and k, by tables in any common layout. The tables can be cos and sin (as
             two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
-            a module or bound method that reads cos and sin from its own tensors at each call. We probe it with small
-            tensors and a copy of its object, on the CPU, or on a GPU if it rejects CPU tensors. So it must not behave
-            differently at larger sizes or positions, for example by scaling from 4,096 tokens on. Parameters' names,
-            such as ``cos``, ``freqs``, ``position_ids`` and ``idx``, tell which roles to try first. A number whose name
-            contains ``offset``, ``start_pos`` or ``past`` is the row of the first token, if the probe confirms it.
+            a module or bound method that reads cos and sin from its own tensors at each call. We probe the function
+            with small tensors and a copy of its object, on the CPU or, if it rejects CPU tensors, on a GPU. The
+            function must therefore not behave differently at larger sizes or positions, for example by scaling
+            frequencies beyond 4,096 tokens. Parameter names, such as ``cos``, ``freqs``, ``position_ids`` and ``idx``,
+            suggest which roles to try first. A number whose name contains ``offset``, ``start_pos`` or ``past`` is
+            taken as the row of the first token if the probe confirms this.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
-        a function with the attribute ``original``. The first call with a new kind of arguments (ranks, widths, dtypes,
-        flags) probes the function, even while a graph is compiled. If the kernel does not support a kind, the original
-        runs. Outputs have the original's dtype and x's memory order. Arithmetic is in float32 (or in float64 for
-        float64 inputs), even if the original rounds intermediate results to bfloat16. Tables get a gradient if they get
-        one from the original.
+        the new function, which has the given function as its attribute ``original``. The first call with a new kind of
+        arguments (ranks, widths, dtypes, flags) probes the function, even while a graph is compiled. If the kernel does
+        not support a kind of arguments, the original runs. Outputs have the original's dtype and x's memory order.
+        Arithmetic is in float32 (or in float64 for float64 inputs), even if the original rounds intermediate results to
+        bfloat16. Tables receive gradients whenever the original computes them.
 
     Raises:
-        TypeError: if the function does not rotate pairs of channels by its tables. The message says what it does
-            instead.
+        TypeError: if the function does not use its tables to rotate pairs of channels. The message says what the
+            function does instead.
     """
     result = quietly(lambda: _search(function, "cpu"))
     if isinstance(result, Unlike) and result.depth == 0 and torch.cuda.is_available():
@@ -130,7 +131,7 @@ class _Probed:
             return e.with_traceback(None)
 
     def call(self, values: list[Any], tensors: list[Tensor], increment: int = 0) -> Any:
-        """Call the original on a copy of its object with the given tensors. ``increment`` is added to the counters."""
+        """Call the original on a copy of its object with the given tensors. Add ``increment`` to the counters."""
         args, names = values[: self.num_positional], self.names[self.num_positional :]
         kwargs = dict(zip(names, values[self.num_positional :], strict=True))
         if self.owner is None:

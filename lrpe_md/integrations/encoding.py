@@ -88,19 +88,19 @@ def build_encoding(
               frequencies if they are learned or mixed;
             - "mixed": rotate with learned frequencies per layer and head, base 10 (RoPE-ViT, arXiv 2403.13298);
             - a name from :func:`lrpe_md.list_presets` or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, or one
-              per layer if it learns;
+              per layer if it has learned parameters;
             - the result of :func:`lrpe_md.preset` for this head_dim;
             - a module, shared by all layers, called as ``module(q, k, positions=positions)`` with q and k (B, H, N, D);
             - a factory, called once per layer. If its signature contains any of ``head_dim``, ``num_heads`` and
-              ``num_axes``, as for ``CosineMd`` and ``partial(CosineMd, learnable=True)``, it receives these. Otherwise,
-              it receives ``(head_dim, num_heads)``;
+              ``num_axes``, as for ``CosineMd`` and ``partial(CosineMd, learnable=True)``, the factory receives these
+              sizes. Otherwise, it receives ``(head_dim, num_heads)``;
             - None or "none": no encoding.
         kwargs: options of :class:`lrpe_md.CosineMd` or :class:`lrpe_md.RotateMd` for "cosine", "rotate" and "mixed",
             options of :func:`lrpe_md.preset` and PresetMd for a preset, arguments of the factory, or ``act`` and
             ``dim`` for None. "cosine" and "rotate" also accept ``split``, each axis's share of the channels ((2, 3, 3)
-            gives time two eighths), and ``remainder``, the axis that gets the leftover channels. ``learnable`` then
-            trains ω. If the module is built here, ``sharing`` is "model" or "layer". For "cosine", "rotate" and
-            "mixed", ``heads`` is "shared" or "own".
+            gives time two eighths), and ``remainder``, the axis that gets the leftover channels. With ``split``,
+            ``learnable`` trains ω. For modules that are built here, ``sharing`` can be "model" or "layer". For
+            "cosine", "rotate" and "mixed", ``heads`` can be "shared" or "own".
         head_dim, num_heads, depth, num_axes: sizes of the backbone.
 
     Raises:
@@ -241,7 +241,7 @@ def _check_made(made: Preset, changes: dict[str, Any], head_dim: int, num_heads:
 
 
 def _of_factory(factory: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int) -> Maker:
-    """Call a factory with the names in its signature, because the order differs (num_axes is second in CosineMd)."""
+    """Call a factory with keyword arguments, because the argument order differs (num_axes is second in CosineMd)."""
     known = {"head_dim": head_dim, "num_heads": num_heads, "num_axes": num_axes}
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -291,7 +291,7 @@ def _advise(kwargs: dict[str, Any]) -> str:
 
 
 def explain_misplaced_options(function: F) -> F:
-    """If the function receives a reference or an option of the encoding, raise an error that says where it belongs."""
+    """Raise an error for a misplaced reference or encoding option, to explain where to pass it."""
     own = inspect.signature(function).parameters.keys()
     options = encoding_options("cosine") | encoding_options("rotate") | encoding_options("eva02")
     options -= {*own, "device", "dtype", "num_heads"}
@@ -315,7 +315,7 @@ def explain_misplaced_options(function: F) -> F:
 
 
 class EncodingStack:
-    """View of a backbone's encoding, which may be shared by all layers, one per layer, or None.
+    """View of a backbone's encoding, which may be None, one module for all layers, or one module per layer.
 
     The backbone itself registers the module or ModuleList, so that parameters have a single name everywhere.
     """
@@ -337,7 +337,7 @@ class EncodingStack:
         return first.preset if isinstance(first, PresetMd) else None
 
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
-        """Check that a preset places images (2 axes) or videos (3 axes) in row-major order, and its number of axes."""
+        """Check a preset's number of axes, and that it places images (2 axes) or videos (3 axes) in row-major order."""
         made = self.preset
         if made is None:
             return
@@ -354,7 +354,7 @@ class EncodingStack:
             raise ValueError(f"encoding: expected a preset whose tokens are in row-major order, got {made.name!r}")
 
     def check_modules(self, head_dim: int, num_axes: int) -> None:
-        """Check that our modules have the model's sizes. Presets are skipped, because they place tokens themselves."""
+        """Check that encoding modules match the model's sizes. Skip presets, which place tokens themselves."""
         for module in self.distinct:
             if not isinstance(module, FrequencyModule):
                 continue
@@ -366,7 +366,7 @@ class EncodingStack:
                 )
 
     def check_idle_channels(self, num_axes: int) -> None:
-        """Warn if some channels of a preset encode all tokens of an image alike. Raise an error if all channels do."""
+        """Warn if some channels of a preset encode all tokens of an image alike. Raise an error if all of them do."""
         made = self.preset
         if made is None or made.num_axes == num_axes:
             return
@@ -396,11 +396,11 @@ class EncodingStack:
         """Return positions of tokens outside the grid, followed by a grid of this size, with one unit per token.
 
         Args:
-            before: number of tokens before the grid, which are not rotated, or tokens with a rule. A preset places a
-                number of tokens by its own rule.
+            before: number of unrotated tokens before the grid, or :class:`Tokens` with a rule. If this is a number, a
+                preset places the tokens by its own rule.
             after: axes on which the grid continues after the tokens. With None, the grid starts at the origin. A preset
-                defines its own axes.
-            reference: for each axis of ``size``, the size to interpolate positions to, or None for the preset's.
+                uses its own axes instead.
+            reference: the size to interpolate positions to on each axis, or None for the preset's default.
         """
         size, made = tuple(size), self.preset
         if made is not None:

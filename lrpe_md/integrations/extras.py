@@ -1,4 +1,4 @@
-"""Optional dependencies. For each one, this package has an extra with the library's name."""
+"""Optional dependencies. Each optional library has an extra of the same name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fuse the rotation with the q and k norms, or with the prefix tokens, of known attention classes.
 
 We run a copy of the library's own method in which the norms also rotate. If the norms are not plain (:mod:`.norms`), we
-run the copy from :mod:`.copies` instead, which only replaces the rotation. Classes are recognised by name. So in a fork
+run the copy from :mod:`.copies` instead, which only replaces the rotation. Classes are recognised by name, so in a fork
 with different names, only the rotation is replaced.
 """
 
@@ -30,7 +30,7 @@ Method = Callable[..., Any]
 
 @functools.cache
 def fuse(method: FunctionType, plain: Method, exchange: Exchange, impl: Impl) -> tuple[Method, dict[str, Any]]:
-    """Return a method with fused launches, or ``plain`` if it is unknown, and the attributes that its class needs."""
+    """Return a method with fused launches, or ``plain`` if there is none, and the attributes that the class needs."""
     inner = inspect.unwrap(method)
     known = _KNOWN.get(f"{inner.__module__}.{inner.__qualname__}")
     if known is None:
@@ -49,7 +49,7 @@ def fuse(method: FunctionType, plain: Method, exchange: Exchange, impl: Impl) ->
 
 
 def _return_unchanged(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return x, in place of a norm or rotation that has already been applied."""
+    """Return x unchanged, in place of a norm or rotation that has already been applied."""
     return x
 
 
@@ -83,7 +83,7 @@ def _fuse_qwen3(impl: Impl) -> tuple[Method, Method]:
 
 
 class _Rotating:
-    """Wrapper of an attention module, in which the norms also rotate. Everything else comes from the module."""
+    """Wrapper around an attention module, in which the norms also rotate. Everything else comes from the module."""
 
     def __init__(self, attn: Any, norms: dict[str, Any]) -> None:
         vars(self).update(norms, attn=attn)
@@ -106,7 +106,7 @@ class _Processor(NamedTuple):
     on_cpu: bool = True  # whether to fuse on a CPU too, which adds Python calls but saves no time there
 
     def group(self, attn: Any, text: Tensor | None, tables: Any) -> dict[tuple[str, str], Any]:
-        """Return the cos and sin of each pair of norms by the norms' names. Return {} if they can't be fused."""
+        """Map the names of each pair of norms to their cos and sin. Return {} if the norms can't be fused."""
         is_known = type(tables) is tuple and [getattr(t, "ndim", None) for t in tables] == [self.ndim] * 2
         if not is_known or (self.text == "none" and text is not None):
             return {}

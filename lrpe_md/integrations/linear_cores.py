@@ -1,8 +1,8 @@
 """Replace the linear attention of SANA-Video, and SANA-WM's gated delta rule over frames.
 
-If a function has the right parameters, we call it with small random tensors. Its result and gradients must match those
-of :func:`lrpe_md.linear_attention`. As with all rotary functions, the model computes its own cos and sin, so q and k
-are rotated first. These models do not rotate the normaliser, so we compute it as a separate sum.
+If a function has the right parameters, we call it with small random tensors. The function's result and gradients must
+match those of :func:`lrpe_md.linear_attention`. As with all rotary functions, the model computes its own cos and sin,
+so q and k are rotated first. These models do not rotate the normaliser, so we compute it as a separate sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_DECAY = torch.finfo(torch.float32).tiny  # replaces decays that underflow
 
 
 class Core(NamedTuple):
-    """Our implementation of a function, and random arguments to compare the two."""
+    """Our implementation of a function, and random arguments for comparing it with the original."""
 
     run: Callable[..., Any]  # (impl, the function's arguments by name) -> a result, or None if these are unsupported
     draw: Callable[[int, Callable[..., Tensor]], tuple[list[Tensor], list[Any]]]  # leaves with a gradient, arguments
@@ -42,7 +42,7 @@ _lookups: dict[FunctionType, list[Any]] = {}  # globals that each function used 
 
 @functools.cache
 def find_core(function: FunctionType) -> Core | None:
-    """Return our implementation of another library's function, or None if there is none or the two differ."""
+    """Return our implementation of another library's function, or None if there is none or the results differ."""
     core = _CORES.get(" ".join(_parameters(function)))
     if core is None:
         return None
@@ -89,7 +89,7 @@ def _differentiate(call: Callable[..., Any], core: Core, case: int) -> list[Tens
 def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) -> Callable[..., Any]:
     """Return a function that runs our linear attention in place of one that :func:`find_core` recognises.
 
-    It calls ``plain`` if the arguments are not supported, or if the globals of the function have changed.
+    If the arguments are not supported, or the function's globals have changed, ``plain`` is called instead.
     """
     ours = _by_name(cast(Core, find_core(function)), function, impl)
 

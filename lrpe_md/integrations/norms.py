@@ -28,8 +28,8 @@ def norm_of(
 ) -> Norm | None:
     """Return the norms of q and k (of this dtype and device) as one Norm, or None if they must be called as modules.
 
-    At call time, the norms must belong to a known class, without hooks, without an instance-level forward, and with
-    weights on q's device. ``heads`` are the numbers of heads of q and of k if the norms are over all heads.
+    When called, the norms must belong to a known class, have no hooks and no instance-level forward, and keep their
+    weights on q's device. If each norm is over all heads, ``heads`` holds the numbers of heads of q and k.
     """
     q, k = _read_norm(q_norm, dtype), _read_norm(k_norm, dtype)
     if q is None or k is None or (q.kind, q.eps) != (k.kind, k.eps):

@@ -20,7 +20,10 @@ EQUAL, MORE, FEWER = "=", ">", "<"  # how the number of table rows compares with
 
 
 class Unlike(Exception):
-    """Error for a function that computes something else. ``depth`` is how far the probe got before this was clear."""
+    """Error for a function that computes something other than a supported rotation.
+
+    ``depth`` is how far the probe got before this was clear.
+    """
 
     def __init__(self, depth: int, message: str) -> None:
         super().__init__(message)
@@ -81,7 +84,7 @@ class RotationPlan(NamedTuple):
 
 
 def describe(value: Any, is_data: bool) -> Any:
-    """Describe an argument in nested tuples of constants, without the sizes of batch, heads and tokens."""
+    """Describe an argument as nested tuples of constants, without the sizes of batch, heads and tokens."""
     if isinstance(value, Tensor):
         kind, tail = "data" if is_data else "table", value.shape[-1:]
         if not (value.is_floating_point() or value.is_complex()):
@@ -181,7 +184,7 @@ def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: 
 
 
 def run_prepared(recipe: PreparedCall, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:
-    """Rotate xs as the function would, but with our kernel. Return None if it doesn't support the leaves' values."""
+    """Rotate xs as the function would, but with our kernel. Return None if the kernel can't use the leaves' values."""
     plan = recipe.plan
     if plan.detach_tables:
         leaves = [t.detach() for t in leaves]

@@ -58,7 +58,7 @@ Tensors = tuple[list[Tensor], list[Tensor]]
 def quietly(function: Callable[[], Any]) -> Any:
     """Call a function in a separate thread, without the caller's autocast, modes, transforms or compiler.
 
-    Meanwhile, the default dtype is float32, and the random state is preserved.
+    During the call, the default dtype is float32. The random state is preserved.
     """
 
     def body() -> Any:
@@ -84,7 +84,7 @@ def get_forward(function: Any) -> Callable[..., Any]:
 
 
 def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
-    """Build an argument from its description. ``tensor`` returns each tensor, and the offset."""
+    """Build an argument from its description. ``tensor`` makes each tensor, and the offset."""
     if not isinstance(entry, tuple):
         return entry
     if entry[0] in ("tuple", "list"):
@@ -98,7 +98,7 @@ def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
 class Probe:
     """A function to call with arguments of one kind.
 
-    ``call`` takes the arguments in order, and tensors to use instead of those of its object. ``key`` describes the
+    ``call`` takes the arguments in order, and tensors to use instead of its object's tensors. ``key`` describes the
     arguments, and the object's tensors and settings. ``widths`` are the allowed widths of outputs, as multiples of x's.
     """
 
@@ -166,7 +166,7 @@ class LeafShapes(NamedTuple):
     def shapes(self, axes: tuple[int, ...], one_row: int = -1, more_heads: int = -1, shorter: int = -1) -> Shapes:
         """Return shapes with a single row along ``one_row``.
 
-        The first x is twice as long along ``more_heads``. The x with index ``shorter`` has one token less.
+        The first x is twice as long along ``more_heads``. The x with index ``shorter`` has one fewer token.
         """
         table, xs = [*axes], [[*axes] for _ in self.relations]
         tokens = axes[self.token]
@@ -351,7 +351,7 @@ class Reading:
         return min(turns, key=lambda turn: len(turn.cos[0]) + len(turn.sin[0]))
 
     def turn_of_heads(self, pairs: Pairs, codes: tuple[Tensor, ...], box: tuple[slice, ...], head: int) -> Turn:
-        """Read the rotation for heads of this width in x's last dimension. 0 means the whole dimension."""
+        """Read the rotation, assuming that heads have this width in x's last dimension (0 for the whole dimension)."""
         (start, stop), num_axes, width = pairs.span, len(box), head or self.probe.data[0][3]
         if head:
             codes = tuple(t.unflatten(-1, (-1, head)) for t in codes)

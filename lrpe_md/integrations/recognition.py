@@ -23,7 +23,7 @@ _ANGLE = 1e-3  # radians; float32 tables are rounded by less than this on a grid
 
 
 class Arguments(dict[str, Any]):
-    """Keyword arguments of rotate or cosine. They print as the corresponding call."""
+    """Keyword arguments of rotate or cosine, which print as the corresponding call."""
 
     def __init__(self, function: str, values: dict[str, Any], notes: str) -> None:
         super().__init__(values)
@@ -43,14 +43,15 @@ class Recognised:
     """Description of a recognised function as a call to this library.
 
     Args:
-        arguments: arguments of rotate or cosine. ``rotate(x, **found.arguments)`` returns the same as the function.
+        arguments: arguments of rotate or cosine. ``rotate(x, **found.arguments)`` gives the same result as the
+            function.
         map: "rotate" or "cosine".
-        axes: for each pair (or channel, for the cosine map), the axis on which it depends, or None for several or no
-            axes.
+        axes: for each pair (or channel, for the cosine map), the axis on which it depends, or None if it depends on
+            several axes or on none.
         axis_order: "major_first" if the slowest axis has the first channels, "minor_first" if the fastest axis has
             them, or None for any other order.
-        bases: base of the geometric series of each axis, or None if the series is not geometric. If its first frequency
-            is not 1, the comment after the printed call states it as a scale.
+        bases: base of the geometric series of each axis, or None if the series is not geometric. If a series does not
+            start at 1, the comment after the printed call gives its first frequency as a scale.
         error: largest difference from the function, for x with a standard deviation of 1.
     """
 
@@ -77,20 +78,20 @@ def recognise(
     """Find arguments with which :func:`rotate` or :func:`cosine` reproduces a function.
 
     Args:
-        function: function that takes x (1, H, N, D), or q and k, and returns them rotated. It must compute the
-            positions itself.
+        function: function that takes x (1, H, N, D), or q and k, and returns them rotated. The function must compute
+            the positions itself.
         head_dim, num_heads: D and H. ``num_heads`` must be above 1 if frequencies differ between heads.
         shape: grid of the tokens, slowest axis first: (H, W), (T, H, W), or N for a sequence.
         prefix: number of unrotated tokens before the grid.
         device: device on which to call the function.
 
     Returns:
-        a :class:`Recognised`, which prints as the call. Frequencies above half a turn per token are reported as smaller
-        frequencies that are equivalent on this grid.
+        a :class:`Recognised`, which prints as a call to this library. Frequencies above half a turn per token are
+        reported as smaller frequencies that are equivalent on this grid.
 
     Raises:
         TypeError: if the function is not a rotation (or cosine map) whose angles are linear in the positions. The
-            message says what it does instead.
+            message says what the function does instead.
     """
     grid = Grid(tuple(shape) if isinstance(shape, Iterable) else (shape,), prefix=prefix)
     if head_dim < 2 or num_heads < 1 or grid.num_grid_tokens < 2:
@@ -214,7 +215,7 @@ def _mean_angle(t: Tensor, dim: int) -> Tensor:
 
 
 def _measure(angles: Tensor, dim: int) -> Tensor:
-    """Return the angle (H, C) per step along a dimension. It is refined over increasing distances."""
+    """Return the angle (H, C) per step along a dimension. The angle is refined over increasing distances."""
     size = angles.shape[dim]
     step, lag = torch.zeros(angles.shape[:2], dtype=angles.dtype), 1
     while lag < size:

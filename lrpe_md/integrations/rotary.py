@@ -141,11 +141,12 @@ def exchanged_names(part: Any) -> list[str]:
 def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
     """Rotate q and k in an existing model, or in a pipeline's denoisers, with :func:`lrpe_md.rotate`.
 
-    This changes the model in place, and returns it. Functions that modules and attention processors call by name to
-    rotate q and k are replaced with equivalent ones (:func:`drop_in`). Other models of the same classes don't change.
+    The model is changed in place and returned. Functions that modules and attention processors call by name to rotate q
+    and k are replaced with equivalent functions (:func:`drop_in`). Other models of the same classes don't change.
     Parameters, their names, hooks, optimizers and the state_dict stay the same. The model still computes its own cos
-    and sin. So hooks on its rotary module, and frequencies that are learned, scaled or replaced, work as before, even
-    if you set them later. In SANA-Video and SANA-WM, :func:`lrpe_md.linear_attention` replaces the whole attention.
+    and sin. Hooks on its rotary module therefore work as before, and so do learned, scaled or replaced frequencies,
+    even if you set them later. In SANA-Video and SANA-WM, :func:`lrpe_md.linear_attention` replaces the whole
+    attention.
 
     Args:
         model: an ``nn.Module``, or a diffusers pipeline. A pipeline's text encoders stay unchanged.
@@ -153,12 +154,13 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         verbose: whether to print what was adapted, and what was left unchanged and why.
 
     If a function looks rotary but can't be replaced, it stays unchanged, and a warning names it. Adapt the model before
-    you call ``torch.compile``. :func:`restore_rotary` undoes the change. After you set attention processors or
-    functions, you can adapt the model again.
+    you call ``torch.compile``. :func:`restore_rotary` undoes the change. If you set new attention processors or
+    functions afterwards, adapt the model again.
 
     Raises:
-        TypeError: if this is not a model, or no function can be replaced. The message says why.
-        ValueError: if a part was sharded (``fully_shard``) after it was adapted. The model is then unchanged.
+        TypeError: if ``model`` is not a model, or no function can be replaced. The error message gives the reason.
+        ValueError: if a part was sharded (``fully_shard``) after it was adapted. After an error, the model is
+            unchanged.
     """
     found, copier = parts(model), copies.Copier(DropIns(impl))
     check_one_of("impl", impl, IMPLS)
@@ -205,7 +207,7 @@ def find_rotary(model: nn.Module) -> list[str]:
 
 
 def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
-    """For each object to change, by path, return the new class and the instance attributes to replace."""
+    """Return, by path, the new class of each object to change, and the instance attributes to replace."""
     kinds = dict.fromkeys(type(part) for part in found.values() if not type(part).__module__.startswith("torch."))
     methods = [method for cls in kinds for method in copies.find_methods(cls, _ENTRIES).values()]
     # methods that other methods call, such as ``self.rope.rotate``
@@ -231,7 +233,7 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
 
 
 def _restore(found: dict[str, Any]) -> dict[str, Changes]:
-    """Restore the original classes and attributes. Return the changes of frequencies and places that this undoes."""
+    """Restore the original classes and attributes. Return the changes to frequencies and places that this undoes."""
     adapted = {path: part for path, part in found.items() if copies.is_adapted(type(part))}
     for path, part in adapted.items():
         if copies.original_class(type(part)) is None:

@@ -1,9 +1,9 @@
 """Change the frequencies, amplitudes and places of a whole model between two steps of diffusion or streaming.
 
-This works for models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``).
-It also works for models from other libraries whose tables follow a known formula (:mod:`.table_modules`): timm's ViTs
-with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same rotary modules, and vision towers of
-transformers. To scale a language model, change its configuration instead.
+The functions work for models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``,
+``models.lm``). They also work for models from other libraries whose tables follow a known formula
+(:mod:`.table_modules`): timm's ViTs with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same
+rotary modules, and vision towers of transformers. To scale a language model, change its configuration instead.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
     """Scale the trained frequencies of all encodings in ``model``, in place.
 
     Nothing synchronises, and you don't need to recompile or recapture a CUDA graph. However, the first call adds
-    buffers to the model, outside of its state_dict. So call ``set_scaling(model, None)`` once before ``torch.compile``
-    or a CUDA graph capture. Frozen programs (exported, or compiled with Inductor's ``freezing``) keep their values.
+    buffers to the model, outside of its state_dict. Therefore, call ``set_scaling(model, None)`` once before
+    ``torch.compile`` or a CUDA graph capture. Frozen programs (exported, or compiled with Inductor's ``freezing``) keep
+    their values.
 
     Args:
         model: a module with encodings, or a diffusers pipeline.
         scaling: a function of theta (E,), or (H, E) if heads differ, such as a ``*_scaling`` function from
-            ``lrpe_md.frequencies`` with its arguments bound. It returns a scaled theta of the same shape, and an
-            amplitude, which is a number or (E,). Pass one function for all axes, or one per axis, slowest first, with
-            None for unchanged axes. It receives the frequencies of an axis in channel order, in float64 on their
-            device. None restores the trained frequencies. Learned frequencies stay trainable.
+            ``lrpe_md.frequencies`` with its arguments bound. The function returns a scaled theta of the same shape, and
+            an amplitude, which is a number or (E,). Pass one function for all axes, or one per axis, slowest first,
+            with None for unchanged axes. Each function receives the frequencies of an axis in channel order, in float64
+            on the model's device. None restores the trained frequencies. Learned frequencies stay trainable.
 
-    The amplitude applies to the pairs of its axis, in rotated tokens. A prefix, such as text that a preset places at
-    zero, keeps an amplitude of 1.
+    An amplitude only affects the pairs of its own axis, and only in rotated tokens. A prefix, such as text that a
+    preset places at zero, keeps an amplitude of 1.
 
     Raises:
         ValueError: if there is no encoding, the number of axes is wrong, frequencies combine several axes (mixed), or
@@ -90,7 +91,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     stream, or for a jump between scenes. See :meth:`FrequencyModule.set_places`.
 
     Raises:
-        ValueError: if there is no encoding, one of them lacks the axis, places don't have the shape (n,), or the model
+        ValueError: if there is no encoding, an encoding lacks the axis, places don't have the shape (n,), or the model
             receives coordinates instead of a grid, as FLUX does.
     """
     modules = {path: module for path, module in _find(model).items() if module.num_axes > 1}  # text has one axis
@@ -104,7 +105,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
 
 
 def _find(model: Any) -> dict[str, Any]:
-    """Return all encodings by name. If there are none, add them to modules that compute tables."""
+    """Return all encodings by name. If there are none, add encodings to the modules that compute tables."""
     modules = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
     found: dict[str, Any] = {path: m for path, m in modules.items() if isinstance(m, FrequencyModule)}
     if not found:
@@ -116,7 +117,7 @@ def _find(model: Any) -> dict[str, Any]:
 
 
 def _device_of(modules: dict[str, nn.Module]) -> torch.device:
-    """Return the device that a model runs on. If accelerate offloads it, its parameters are on the meta device."""
+    """Return the device that a model runs on, even if accelerate has offloaded its parameters to the meta device."""
     hooks = [vars(module).get("_hf_hook") for module in modules.values()]
     devices = [device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None]
     if devices:

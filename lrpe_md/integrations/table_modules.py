@@ -1,7 +1,8 @@
 """Frequencies of other libraries' rotary modules, for :mod:`.run_time` to scale.
 
-A module still computes its own tables. We rotate them by the difference of the angles, which is exactly zero as long as
-nothing is changed. Frequencies and positions come from a known formula, which we compare with the module's tables.
+Each module still computes its own tables, which we rotate by the change in the angles. This change is exactly zero
+until you change frequencies or places. Frequencies and positions come from a known formula, which we compare with the
+module's tables.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _BOUND = 1e-4  # tolerance of table entries: some modules compute angles in floa
 
 
 class TableFrequencies(RotateMd):
-    """Frequencies (C, K) of a module that computes tables. They stay in float64 if the model is cast.
+    """Frequencies (C, K) of a module that computes tables. The frequencies stay in float64 if the model is cast.
 
-    ``has_coordinates`` tells whether the module receives coordinates, such as FLUX's img_ids, instead of a grid.
+    ``has_coordinates`` indicates whether the module receives coordinates, such as FLUX's img_ids, instead of a grid.
     """
 
     def __init__(self, omega: Tensor, device: Any = None, *, has_coordinates: bool = False) -> None:
@@ -70,7 +71,7 @@ def _return_omega(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor
 
 
 def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
-    """Return angles (N, C) in float64. This avoids matrix products, which autocast and TF32 would affect."""
+    """Return angles (N, C) in float64, without matrix products, which autocast and TF32 would affect."""
     where = where.explicit(device) if isinstance(where, Grid) else where
     return (where.coords.to(device, torch.float64)[..., None, :] * omega.to(device)).sum(-1)
 
@@ -245,7 +246,7 @@ def _with_changes(method: Any) -> Any:
 def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, TableFrequencies]:
     """Make the tables of modules follow frequencies that can be scaled. Return these frequencies by module name.
 
-    ``device`` is for a module without tensors. If one module has no formula, no module changes.
+    ``device`` is the device for a module without tensors. If any module has no known formula, none of them is changed.
     """
     formulas = {path: read_formula(path, module) for path, module in modules.items()}
     for path, formula in formulas.items():
@@ -260,7 +261,7 @@ def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, Tabl
 
 
 def attach(path: str, module: Any, changes: Changes) -> None:
-    """Make the tables of a module follow these frequencies, also if accelerate has hooked or unhooked the module."""
+    """Make the tables of a module follow these frequencies, even if accelerate has hooked or unhooked the module."""
     rotation, formula = changes
     for name, method in _find_bound(path, module, formula.method).items():
         vars(module)[name] = MethodType(_with_changes(method.__func__), module)
@@ -269,7 +270,7 @@ def attach(path: str, module: Any, changes: Changes) -> None:
 
 
 def detach(part: Any) -> Changes | None:
-    """Return what :func:`attach` added to an object, or None. The caller restores the class of the object."""
+    """Undo :func:`attach`, and return what it added to the object, or None. The caller restores the object's class."""
     if not isinstance(recipe_of(type(part)), StandIn):
         return None
     for name, value in vars(part).items():
@@ -280,7 +281,7 @@ def detach(part: Any) -> Changes | None:
 
 
 def _find_bound(path: str, module: Any, method: str) -> dict[str, Any]:
-    """Return the object's attributes that hold its class's method, which is where accelerate's hooks store it."""
+    """Return the attributes in which an object, such as one that accelerate has hooked, stores its class's method."""
     own = find_method(type(module), method)
     bound = {n: v for n, v in vars(module).items() if isinstance(v, MethodType) and v.__func__ is own}
     if method in vars(module) and not bound:

@@ -3,9 +3,9 @@
 Weights and their names are the same as in timm, except for learned frequencies (``encoding.*``) and decays
 (``*.decay.logit``). ``lrpe_md.models.vit`` registers new models with timm.
 
-The backbone owns the encoding, computes the positions once per forward pass, and passes both to its blocks, in a
-:class:`Context` in place of ``attn_mask``. A forward pass stores no state on a module, so activation checkpointing
-recomputes with the right positions.
+The backbone owns the encoding, computes the positions once per forward pass, and passes the encoding and the positions
+to its blocks in a :class:`Context`, in place of ``attn_mask``. A forward pass stores no state on a module, so
+activation checkpointing recomputes with the right positions.
 
 Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
 """
@@ -75,15 +75,15 @@ BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)  
 
 
 class LrpeAttention(Attention):
-    """timm's attention with the same parameters. It encodes q and k as the :class:`Context` specifies.
+    """timm's attention with the same parameters, which also encodes q and k as the :class:`Context` specifies.
 
-    Without a Context (if ``attn_mask`` is None or a mask), it works like timm's attention.
+    Without a Context (that is, if ``attn_mask`` is None or a mask), this layer works like timm's attention.
 
-    For the backward pass, softmax attention stores the encoded q and k, and, because of v, the projection's output.
-    These are five tensors of size B·N·C, while attention without an encoding stores three. ``copy_v`` copies v, so
-    only three are stored, unless the encoding has an activation or learned frequencies. ``keep_encoded=False`` only
-    stores the projection's output, and re-encodes q and k in the backward pass. It has no effect under checkpointing or
-    after ``timm.layers.set_fused_attn(False)``.
+    For the backward pass, softmax attention stores the encoded q and k, and also the projection's output, of which v is
+    a view. In total, it stores five tensors of size B·N·C, compared with three without an encoding. ``copy_v`` copies
+    v, so only three tensors are stored, unless the encoding has an activation or learned frequencies.
+    ``keep_encoded=False`` only stores the projection's output, and re-encodes q and k in the backward pass. This option
+    has no effect under checkpointing or after ``timm.layers.set_fused_attn(False)``.
     """
 
     takes_context = True  # adapt_attention then looks for the encoding of the backbone
@@ -152,7 +152,7 @@ def encode(encoding: nn.Module, q: Tensor, k: Tensor, positions: Any, is_causal:
 
 
 def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
-    """Return the grid of tokens (B, H, W, C), which some embeddings round up, or else the expected grid."""
+    """Return the size of the grid of tokens (B, H, W, C), which some embeddings round up, or else the expected size."""
     return tuple(x.shape[1:3]) if x.ndim == 4 else (height, width)
 
 
@@ -190,17 +190,18 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`) for all layers, or a sequence that repeats
             over the depth, such as ("linear", "linear", "linear", "softmax"). Linear layers default to act="relu".
         normalizer: "unrotated", "encoded" or "none", for linear attention.
-        memory: how linear layers forget, frame by frame. This is only for video models; see
+        memory: how linear layers forget other frames, for video models only; see
             :class:`lrpe_md.models.video.LrpeVideoTransformer`.
         copy_v, keep_encoded: what to store for the backward pass; see :class:`LrpeAttention`.
-        dynamic_img_size: whether to accept any input size that the patch size divides. This is on by default.
+        dynamic_img_size: whether to accept any input size that the patch size divides. Default: True.
         args, kwargs: arguments of timm's class.
 
     Attributes:
         reference: size of the grid to which positions are interpolated: None, one number, or one entry per axis, where
-            None skips an axis. A sin-cos table of this size is resampled. None uses one unit per patch, which
-            extrapolates beyond the trained size. ``model.reference = model.patch_embed.grid_size`` keeps positions in
-            the trained range. You can change it at any time. A learned table is always resampled to the grid.
+            None skips an axis. A sin-cos table is computed at this size, and then resampled. None uses one unit per
+            patch, which extrapolates beyond the trained size. ``model.reference = model.patch_embed.grid_size`` keeps
+            positions in the trained range. You can change the reference at any time. A learned table is always
+            resampled to the grid.
 
     Raises:
         ValueError, TypeError: for an invalid argument.
@@ -320,7 +321,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Grid | Coordinates]:
-        """Embed x as tokens (B, N, C). Return these with their positions, both without any dropped patches."""
+        """Embed x as tokens (B, N, C), and return the tokens and their positions, without dropped patches."""
         size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self.patch_embed(x)
         size = grid_size(x, size[0], size[1])
@@ -347,7 +348,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return x, table.to(dtype=torch.float32) if whole else table
 
     def _sincos(self, shape: Sequence[int], x: Tensor) -> Tensor:
-        """Compute the sin-cos table (H W, C). If there is a reference grid, the table is resampled from it."""
+        """Compute the sin-cos table (H W, C). If there is a reference grid, resample the table from that grid."""
         sizes = self.reference or (None, None)
         own = [n if size is None else size for n, size in zip(shape, sizes, strict=True)]
         table = build_sincos2d_pos_embed(own, self.embed_dim, device=x.device)
@@ -364,7 +365,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return self.blocks[i](x, context, is_causal)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict. Even strict mode accepts weights of timm's model, as ``checkpoint_path=`` does."""
+        """Load a state_dict. Weights of timm's model are accepted even in strict mode, as with ``checkpoint_path=``."""
         return super().load_state_dict(self._fit(state_dict) if strict else state_dict, strict, assign)
 
     def _fit(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,7 +387,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return super().no_weight_decay() | EncodingStack(self.encoding).no_weight_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's groups. A layer's frequencies belong to its block, and shared ones belong to the stem."""
+        """Return timm's groups. A layer's frequencies belong to its block, and shared frequencies to the stem."""
         groups = super().group_matcher(coarse)
         return {
             **groups,
@@ -416,9 +417,9 @@ def adapt(
 ) -> LrpeVisionTransformer:
     """Convert a timm VisionTransformer to an :class:`LrpeVisionTransformer` in place, and return it.
 
-    This only changes the classes of the model, its patch embedding and its attention layers. Parameters, hooks, and
-    optimizers that hold the parameters stay the same. You can adapt a model again. The supported input sizes also stay
-    the same, so for inputs of any size, create the model with ``dynamic_img_size=True``.
+    Only the classes of the model, its patch embedding and its attention layers change. Parameters, hooks, and
+    optimizers that hold the parameters stay the same. You can adapt a model more than once. The supported input sizes
+    also stay the same, so for inputs of any size, create the model with ``dynamic_img_size=True``.
 
     Args:
         model: a model from ``timm.create_model("vit_*")`` of the class VisionTransformer. Its blocks must be Block,
@@ -429,7 +430,7 @@ def adapt(
         encoding_kwargs, attention, normalizer, memory, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`.
 
     Raises:
-        TypeError, ValueError: for an invalid model or argument. The model is then unchanged.
+        TypeError, ValueError: for an invalid model or argument. After an error, the model is unchanged.
     """
     if absolute not in ("keep", "drop"):
         other = {"none": "drop", "learned": "keep"}.get(str(absolute))
@@ -483,7 +484,7 @@ def adapt(
 
 
 def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[Any], memory: Memory | None) -> None:
-    """Check that the layers with linear attention are compatible with it, and with this memory."""
+    """Check that the chosen layers support linear attention, and that the model supports this memory."""
     if any(kind == "linear" and m.attn_drop.p > 0 for _, kind, m in attentions):
         raise ValueError("attn_drop_rate: expected 0, because linear attention has no weights to drop")
     check_memory(memory, kinds)
@@ -540,7 +541,7 @@ def _attentions(model: Any) -> list[list[Any]]:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Fit a checkpoint's weights and absolute table as timm does, and keep learned frequencies that it lacks."""
+    """Fit a checkpoint's weights and absolute table as timm does, and keep learned frequencies missing from it."""
     fitted = timm_vit.checkpoint_filter_fn(_without_table(state_dict, model), model)  # pyright: ignore[reportArgumentType]
     return with_own_frequencies(fitted, model)
 

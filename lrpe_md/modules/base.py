@@ -1,4 +1,4 @@
-"""Base class of the encoding modules. It stores frequencies and phases, and preserves their precision."""
+"""Base class of the encoding modules. The class stores frequencies and phases, and preserves their precision."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # from RoFormer (arXiv 2104.09864
 
 
 def warn_of_shared_heads(num_heads: int, owner: str, remedy: str, stacklevel: int) -> None:
-    """Warn that ``num_heads`` does not separate the learned frequencies of heads."""
+    """Warn that ``num_heads`` does not give each head its own learned frequencies."""
     warnings.warn(
         f"num_heads: expected 1, got {num_heads}. All heads share the learned frequencies of {owner}; to learn "
         f"separate frequencies for each head, {remedy}",
@@ -68,7 +68,7 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def check_broadcast(name: str, value: Any, shape: Sequence[int]) -> None:
-    """Check that a tensor broadcasts to a shape. Other values are accepted."""
+    """Check that a tensor broadcasts to a shape. Accept values other than tensors."""
     try:
         value = value.expand(shape) if isinstance(value, Tensor) else value
     except RuntimeError:
@@ -96,7 +96,7 @@ def _explain_unknown_keyword(owner: str, name: str) -> str:
 class PreciseModule(nn.Module):
     """Module whose parameters and buffers keep their dtype through casts, without weight decay.
 
-    When a module made on the meta device is materialised, they get their initial values.
+    When a module made on the meta device is materialised, its parameters and buffers get their initial values.
     """
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
@@ -152,9 +152,9 @@ class FrequencyModule(PreciseModule):
     """Base class of the encoding modules. Frequencies are a buffer or a parameter, and a learned phase is a parameter.
 
     Learned parameters are one-dimensional and marked ``_no_weight_decay``. Optimisers that decay or orthogonalise
-    (Muon) every matrix therefore skip them. :func:`lrpe_md.parameter_groups` can set a separate learning rate for
-    frequencies. :meth:`get_omega` and :meth:`get_phase` return frequencies and phase in their full shapes. One of these
-    parameters is learned:
+    (Muon) every matrix therefore skip these parameters. :func:`lrpe_md.parameter_groups` can set a separate learning
+    rate for frequencies. :meth:`get_omega` and :meth:`get_phase` return frequencies and phase in their full shapes. One
+    of these parameters is learned:
 
     * ``log_theta``: the logarithm of θ, if each channel has one axis. An optimiser step then changes slow and fast
       frequencies by the same relative amount, and never flips a sign.
@@ -267,7 +267,7 @@ class FrequencyModule(PreciseModule):
         return self._initial("sign", device) if can_read(theta) and bool((theta <= 0).any()) else None
 
     def _set_sign(self, sign: Tensor | None, persistent: bool) -> None:
-        """Store the signs of theta in a buffer. The state_dict includes it if ``persistent`` is True."""
+        """Store the signs of theta in a buffer. The state_dict includes the buffer if ``persistent`` is True."""
         self._buffers.pop("sign", None)
         self._non_persistent_buffers_set.discard("sign")
         if sign is not None:
@@ -389,8 +389,8 @@ class FrequencyModule(PreciseModule):
         Args:
             ratio: a tensor on the module's device that broadcasts to ω (H or 1, C, K). None restores the trained
                 frequencies. Learned frequencies stay trainable.
-            amplitude: factor on the module's amplitude, a number or a tensor (C,) or (1, C). None means 1. Unrotated
-                tokens are not affected.
+            amplitude: factor by which to multiply the module's amplitude, a number or a tensor (C,) or (1, C). None
+                means 1. Unrotated tokens are not affected.
 
         Raises:
             ValueError: for an invalid shape.
@@ -433,7 +433,7 @@ class FrequencyModule(PreciseModule):
         passed as coordinates are not affected.
 
         If ``places`` keeps its length, the change happens in place. You don't need to recompile or recapture a CUDA
-        graph, and nothing synchronises. Each call then converts its grid to a table with :meth:`lrpe_md.Grid.along`.
+        graph, and nothing synchronises. Each later call converts its grid to a table with :meth:`lrpe_md.Grid.along`.
 
         Args:
             axis: axis number; 0 is the slowest axis (time in videos).
@@ -488,15 +488,15 @@ class FrequencyModule(PreciseModule):
             positions: a :class:`Grid`, :class:`Coordinates` or a tensor (N, K) or (B, N, K), or a pair (for q, for k).
                 For packed tokens (N, H, D), pass the result of :func:`lrpe_md.pack`.
             qkv, num_key_heads: q, k and v in one tensor, instead of xs; see :func:`lrpe_md.rotate`.
-            inverse: rotate by -Θ. The cosine map does not support this.
+            inverse: rotate by -Θ. The cosine map does not support the inverse.
             norm: a :class:`lrpe_md.Norm` to apply to q and k in the same pass. The norm's weights stay in their own
                 modules.
             out, out_start: where to write the result, such as a static key cache; see :func:`lrpe_md.rotate`.
             attend: function to call instead of encoding: the result is ``attend(self.describe(), *xs)``, with ``norm``
-                in the description. Linear attention uses this to read the frequencies while FSDP's hooks have gathered
-                them.
+                in the description. Linear attention uses ``attend`` to read the frequencies while FSDP's hooks have
+                gathered them.
 
-        The result is differentiable with respect to xs and learned parameters, like :func:`lrpe_md.rotate` and
+        The result is differentiable with respect to xs and learned parameters, as for :func:`lrpe_md.rotate` and
         :func:`lrpe_md.cosine`.
 
         Raises:
@@ -567,7 +567,7 @@ class FrequencyModule(PreciseModule):
                 ) from None
 
     def _axes_advice(self, positions: Any, found: int) -> str:
-        """Return the advice of the error for positions with ``found`` axes."""
+        """Return the advice to give in the error for positions with ``found`` axes."""
         return f"; build the module with num_axes={found}"
 
     def describe(self) -> Description:

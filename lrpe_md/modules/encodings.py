@@ -30,7 +30,7 @@ __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 class CosineMd(SeriesModule):
     """Apply :func:`lrpe_md.cosine` to q and k (B, H, N, D) with the module's own frequencies.
 
-    The result is (B, H, N, 2D) for each.
+    Each result is (B, H, N, 2D).
 
     Args:
         head_dim: number of channels per head, D.
@@ -40,19 +40,19 @@ class CosineMd(SeriesModule):
             a function (channels, num_heads, seed) -> omega (1 or num_heads, channels, K). With a function, base and
             axis_order are ignored.
         num_heads: number of key heads, or 1 to share the frequencies among all heads.
-        learnable: if True, learn the logarithm of theta (axial) or omega (others). "raw" learns theta itself. Axial
-            frequencies share a single theta for all axes. To learn each axis separately, use ``PresetMd(Scheme(...,
-            Axial((1, 1)), map="cosine"), learnable=True)``, or omit ``map`` to rotate. If False, the frequencies are a
-            fixed buffer.
+        learnable: if True, learn the logarithm of theta (for axial frequencies) or omega (for all others). "raw" learns
+            theta itself. Axial frequencies share a single theta for all axes. To learn each axis separately, use
+            ``PresetMd(Scheme(..., Axial((1, 1)), map="cosine"), learnable=True)``, or omit ``map`` to rotate. If False,
+            the frequencies are a fixed buffer.
         axis_order: which axis gets the first block of channels; see :func:`lrpe_md.axial_omega`. :class:`RotateMd`
             lists the conventions of known models.
         rotary_dim, act, dim, impl: see :func:`lrpe_md.cosine`.
-        phase: if True, learn a phase (num_heads, D) for q and k, initially zero. "k" applies it to the keys only
+        phase: if True, learn a phase (num_heads, D) for q and k, initially zero. "k" applies the phase to the keys only
             (PoPE).
         phase_groups: number P of phases to learn, as (P, num_heads, D). If P > 1, the phases of group g are initially π
             g / P. :func:`lrpe_md.cosine` explains the purpose and cost of groups.
         seed: seed of the random directions.
-        dtype: dtype of the frequencies, float32 or float64. Casting the model does not change it.
+        dtype: dtype of the frequencies, float32 or float64. Casting the model does not change this dtype.
 
     Call with ``module(x, positions=grid)`` or ``module(q, k, positions=grid)``.
     """
@@ -110,7 +110,8 @@ class RotateMd(SeriesModule):
 
     Args:
         pairs, rotary_dim: see :func:`lrpe_md.rotate`.
-        phase: if True, learn a phase (num_heads, R/2) for q and k, initially zero. "k" applies it to the keys only.
+        phase: if True, learn a phase (num_heads, R/2) for q and k, initially zero. "k" applies the phase to the keys
+            only.
         amplitude: factor by which to multiply the rotated channels (YaRN, LongRoPE), a number or a tensor (R/2,). None
             means 1.
     """
@@ -160,9 +161,9 @@ class Rotate1d(RotateMd):
         scale_base, scale_centre: parameters of xPos, which scales q up and k down with position; see
             :func:`lrpe_md.xpos.scale_xpos`.
         theta: frequencies to use instead of ``base``, of shape (R/2,) or (1 or num_heads, R/2), or (num_heads,) for one
-            per head. If ``learnable``, they are learned in this shape.
-        amplitude: see :class:`RotateMd`. To change it later with :meth:`set_frequencies`, pass a value here, even if it
-            is 1.
+            per head. If ``learnable``, the frequencies are learned in this shape.
+        amplitude: see :class:`RotateMd`. To change the amplitude later with :meth:`set_frequencies`, pass a value here,
+            even if it is 1.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class Rotate1d(RotateMd):
         Args:
             theta: new frequencies. The shape may differ from that of the original frequencies, but the number of heads
                 must not.
-            amplitude: new amplitude. It must be 1 unless the module was built with an amplitude.
+            amplitude: new amplitude, which must be 1 unless the module was built with an amplitude.
 
         Raises:
             ValueError: for an invalid shape, or an amplitude for a module that was built without one.
@@ -335,16 +336,16 @@ class PresetMd(FrequencyModule):
     Args:
         preset: name of a scheme or a :class:`lrpe_md.Scheme`, to build for ``head_dim`` and ``num_heads``, or a result
             of :func:`lrpe_md.preset`.
-        head_dim, num_heads: sizes for a scheme or a name. By default, they are those of the original model; see
+        head_dim, num_heads: sizes for a scheme or a name. The default sizes are the original model's; see
             :func:`lrpe_md.preset`.
         learnable: if True, learn theta (H or 1, C), with a separate frequency for each channel, or omega if each
             channel has its own direction. Heads only learn separate frequencies if the scheme defines them for each
             head, as with a ``series`` that returns (num_heads, num). The logarithm of theta is learned, except with
-            "raw" or if the original model learns theta. By default, the scheme decides.
+            "raw" or if the original model learns theta. The default depends on the scheme.
         act, phase: activation and phase to use instead of the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase. The default is float64 for fixed frequencies and float32 for learned
-            ones.
+            frequencies.
 
     The defaults of a :class:`lrpe_md.Scheme` are ``pairs="interleaved"`` and ``axis_order="major_first"``, whereas
     those of :class:`RotateMd` are "half" and "minor_first".
@@ -451,7 +452,7 @@ class PresetMd(FrequencyModule):
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
         """Return the positions of a sequence, on the module's device.
 
-        Do this once per forward pass, not in every layer.
+        Call this once per forward pass, not in every layer.
 
         Args:
             segments: parts of the sequence, in token order. A number stands for that many text, class or register
@@ -470,7 +471,7 @@ class PresetMd(FrequencyModule):
 
 
 def _name_positions(grid: Grid) -> str:
-    """Return the call to a preset's ``positions`` that replaces a grid, for an error or a warning."""
+    """Return the call to a preset's ``positions`` that an error or a warning recommends instead of a grid."""
     prefix = f"{grid.prefix}, " if grid.prefix else ""
     return f"module.positions({prefix}{grid.shape})"
 

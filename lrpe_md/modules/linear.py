@@ -32,8 +32,8 @@ class HeadDecay(PreciseModule):
         num_heads: number of key heads, H.
         initial: "retnet" for 1 − 2^(−5 − h), "lightning" for exp(−8 h / H · (1 − depth)), or a tensor of decays (H,).
         depth: layer index divided by the number of layers. With "lightning", deeper layers forget less.
-        learnable: learn the logit log(g / (1 − g)) of each decay g, so g stays in (0, 1). The named initial decays
-            are then at most 1 − 2⁻¹².
+        learnable: if True, learn the logit log(g / (1 − g)) of each decay g, so g stays in (0, 1), and limit the named
+            initial decays to 1 − 2⁻¹².
 
     The decay stays in float32 after ``.to(bfloat16)``, because bfloat16 would round most decays to 1. Fixed decays are
     not saved in the state_dict. FSDP2's mixed precision would cast a learned logit, so call ``fully_shard`` on this
@@ -108,9 +108,9 @@ class Memory:
 
     Args:
         rule: "add" adds each block to the state. "delta" first removes the values that the block's keys retrieve; see
-            :func:`lrpe_md.linear_attention`. "delta" requires frames and normalised keys (``qk_norm``). The layer then
-            weights each key by 1 / (head_dim · tokens in a frame), so the squared norms of a frame's keys sum to
-            about 1.
+            :func:`lrpe_md.linear_attention`. "delta" requires frames and normalised keys (``qk_norm``). With "delta",
+            the layer weights each key by 1 / (head_dim · tokens in a frame), so the squared norms of a frame's keys sum
+            to about 1.
         decay: initial decays of :class:`HeadDecay`: "retnet", or "lightning", which depends on the layer. None disables
             decay.
         learnable: whether each layer learns its decays.
@@ -148,12 +148,12 @@ class LinearAttention(nn.Module):
     """Linear attention (:func:`lrpe_md.linear_attention`) with the map, activation and frequencies of an encoding.
 
     Args:
-        encoding: a :class:`CosineMd`, :class:`RotateMd`, :class:`Rotate1d` or :class:`PresetMd`. It becomes a
-            submodule, so learned frequencies are also parameters of this module. None means no positions and act
-            "relu". Any other module or function, or a Rotate1d with a ``scale_base``, is called as ``encoding(q, k,
-            positions=positions)``, after the norm if there is one. It must return q̂ and k̂, which are therefore
-            written to memory. With normalizer "unrotated", the ``act`` and ``dim`` attributes of the encoding (default:
-            none) define q̄ and k̄, and everything except the encoding runs in plain PyTorch.
+        encoding: a :class:`CosineMd`, :class:`RotateMd`, :class:`Rotate1d` or :class:`PresetMd`. The encoding becomes a
+            submodule, so learned frequencies are also parameters of this module. None means no positions, with
+            act="relu". Any other module or function, or a Rotate1d with a ``scale_base``, is called as ``encoding(q, k,
+            positions=positions)``, after the norm if there is one. Such an encoding must return q̂ and k̂, which are
+            therefore written to memory. With normalizer "unrotated", the ``act`` and ``dim`` attributes of the encoding
+            (default: none) define q̄ and k̄, and everything except the encoding runs in plain PyTorch.
         normalizer, eps, rule, directions: see :func:`lrpe_md.linear_attention`.
         decay: a :class:`HeadDecay`, or another module that returns a decay. With None, there is no decay unless you
             pass one to forward.
@@ -219,8 +219,8 @@ class LinearAttention(nn.Module):
     ) -> Any:
         """Return o (B, H_q, N, D_v) in q's dtype, or (o, state) with ``return_state``.
 
-        See :func:`lrpe_md.linear_attention` for the arguments. A decay that you pass replaces the module's own. The
-        result is differentiable with respect to q, k, v, gate, state, decay, the norm's weights, and the learned
+        See :func:`lrpe_md.linear_attention` for the arguments. If you pass a decay, it replaces the module's own decay.
+        The result is differentiable with respect to q, k, v, gate, state, decay, the norm's weights, and the learned
         parameters of the encoding and the decay.
 
         Raises:
@@ -258,7 +258,7 @@ def attend_with(
 ) -> Any:
     """Compute :class:`LinearAttention` with an encoding that belongs to another module.
 
-    act: activation to use instead of the encoding's. This requires an encoding with ``describe()``.
+    act: activation to use instead of the encoding's own. This requires an encoding with a ``describe()`` method.
     options: other arguments of :func:`lrpe_md.linear_attention`.
     """
     call: Any = encoding

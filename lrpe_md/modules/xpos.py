@@ -31,8 +31,8 @@ def scale_xpos(
     """Multiply pair i of q at position n by ζ_i^((n - centre) / scale_base), and divide pair i of k by the same factor.
 
     ζ_i = (2i + 0.4 R) / 1.4 R. Rotation preserves lengths, so you can call this before or after :func:`lrpe_md.rotate`.
-    This function runs in plain PyTorch. Unless you compile it, it costs an extra pass over q and k, and rounds 16-bit
-    dtypes once more.
+    This function runs in plain PyTorch. Unless you compile it, the function costs an extra pass over q and k, and
+    rounds 16-bit dtypes once more.
 
     Args:
         q, k: tensors (B, H, N, D).
@@ -40,11 +40,11 @@ def scale_xpos(
             not scaled.
         scale_base: number of tokens over which the scale changes by a factor of ζ_i.
         scale_centre: position where the scale is 1. Attention scores don't depend on it, but q and k overflow float16 a
-            few thousand tokens away from it. flash-attn uses half of the maximum length.
+            few thousand tokens away from it. flash-attn sets scale_centre to half of the maximum length.
         pairs, rotary_dim: same values as for the rotation.
 
     Returns:
-        the scaled q and k, with the same shapes and dtypes. They are differentiable with respect to q, k and
+        the scaled q and k, with the same shapes and dtypes. Both results are differentiable with respect to q, k and
         coordinates.
 
     Raises:
@@ -90,7 +90,7 @@ def _whole_beside(x: Any, factor: Tensor) -> Tensor:
 
 
 def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
-    """Subtract the centre from positions. Return float64 (N,) or (B, N), which is 0 for unrotated tokens."""
+    """Subtract the centre from positions. Return a float64 distance (N,) or (B, N), which is 0 for unrotated tokens."""
     if isinstance(positions, Grid):
         positions = positions.explicit(x.device)
     elif isinstance(positions, Tensor):

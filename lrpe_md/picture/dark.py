@@ -19,7 +19,7 @@ DARK_PAGE, DARK_TEXT = "#1e2129", "#e2e4e9"
 
 
 def darken(figure: Figure) -> None:
-    """Change a figure's black text and lines to a light colour, and its white backgrounds to a dark one."""
+    """Change a figure's black text and lines to a light colour, and its white backgrounds to a dark colour."""
     backgrounds = [figure.patch, *(axis.patch for axis in figure.axes)]
     backgrounds += [each.get_frame() for each in figure.findobj() if isinstance(each, Legend)]
     for patch in backgrounds:

@@ -40,8 +40,8 @@ class Subject:
 
     Attributes:
         preset: preset that defines positions, pairs and frequencies.
-        frequencies: frequencies for each axis order, with the subject's own order first. It is empty for a module or a
-            tensor, because their ω can't be rebuilt for a different map or order.
+        frequencies: frequencies for each axis order, with the subject's own order first. The dict is empty for a module
+            or a tensor, because their ω can't be rebuilt for a different map or order.
         seed: seed of random directions.
     """
 
@@ -72,7 +72,7 @@ class Subject:
 
     @property
     def is_base_used(self) -> bool:
-        """Return whether the frequencies depend on the base. A user's function may ignore it."""
+        """Return whether the frequencies depend on the base, which a user's function may ignore."""
         if self.base is None:
             return False
         order, own = next(iter(self.frequencies.items()))
@@ -85,14 +85,14 @@ class Subject:
 
     @property
     def rotated_channels(self) -> int:
-        """Number of channels of a head that the map uses."""
+        """Number of channels per head that the map uses."""
         part = self.preset.rotary_dim
         return self.preset.head_dim if part is None else part.stop - part.start
 
     def build(self, map: str, order: str) -> tuple[Tensor, float | Tensor]:
         """Build omega (H or 1, C, K) and the amplitude, a number or (C,).
 
-        C is the number of rotated channels for cosine, and half of it for rotate.
+        C is the number of rotated channels for cosine, and half that number for rotate.
         """
         if not self.frequencies:
             return self.preset.omega, self.preset.amplitude
@@ -121,7 +121,7 @@ def published(
 ) -> Subject:
     """Return the subject for a scheme, or for a name from :func:`lrpe_md.list_presets`.
 
-    By default, sizes and base are the scheme's. ``name``, the title of the figure, defaults to the scheme's name.
+    The sizes and the base default to the scheme's. ``name``, the title of the figure, defaults to the scheme's name.
     """
     found, described = find_scheme(scheme)
     seeded = "seed" in described.frequencies.takes
@@ -138,11 +138,11 @@ def default_shape(made: Preset) -> tuple[int, ...]:
     """Return the grid shape to draw by default.
 
     The shape has one axis for each axis of the positions. However, if the first axis also counts text or images, the
-    shape is that of an image. If the scheme does not accept this shape, return another one.
+    shape of an image is used. If the scheme does not accept this shape, a different default shape is returned.
 
     Raises:
-        ValueError: if the scheme accepts none of the default shapes. The message states why the scheme rejects the
-            first of them.
+        ValueError: if the scheme accepts none of the default shapes. The message says why the scheme rejects the first
+            default shape.
     """
     scheme = made.scheme
     text_first = scheme.tokens is not None and scheme.tokens.rule == "axis" and scheme.tokens.axis == 0
@@ -174,10 +174,11 @@ class TokenLayout:
         text: number of text tokens L.
         coords: positions (L + N, K).
         rotated: mask (L + N,), which is False for tokens that are not rotated.
-        steps: distance (K,) between neighbouring tokens along the grid axis that each position axis follows. It is 0
-            for a position axis that follows no grid axis, such as time in an image.
-        sizes: number of tokens on that grid axis, or 1 if there is none.
-        grid_axes: grid axes along which each position axis changes. It follows the last of them.
+        steps: distance (K,) between neighbouring tokens along the grid axis that each position axis follows. The
+            distance is 0 for a position axis that follows no grid axis, such as time in an image.
+        sizes: number of tokens on the grid axis that each position axis follows, or 1 if it follows none.
+        grid_axes: grid axes along which each position axis changes. A position axis follows the last of these grid
+            axes.
     """
 
     shape: tuple[int, ...]
@@ -195,7 +196,10 @@ class TokenLayout:
         return AXES.get(num_axes, tuple(f"axis {j}" for j in range(num_axes)))
 
     def borrowed_axis(self, j: int) -> str | None:
-        """Return the grid axis that position axis ``j`` follows, if it changes along several and none has its name."""
+        """Return the grid axis that position axis ``j`` follows, or None.
+
+        None means that position axis ``j`` changes along at most one grid axis, or follows an axis of the same name.
+        """
         grid, on = AXES[len(self.shape)], self.grid_axes[j]
         return grid[on[-1]] if len(on) > 1 and grid[on[-1]] != self.names[j] else None
 
@@ -228,7 +232,7 @@ def lay_out_tokens(
 ) -> TokenLayout:
     """Lay out text tokens and a grid at the positions that ``positions(text, shape)`` returns.
 
-    row_major: whether the positions are in row-major order. If not, for example because patches are merged later,
+    row_major: whether the positions are in row-major order. If False, for example because patches are merged later,
     tokens are sorted into row-major order.
     """
     shape = tuple(shape)
@@ -287,14 +291,15 @@ def similarity(
     """Return the q·k (N,) of all tokens with one token, divided by the q·k of this token with itself.
 
     Each channel of omega (C, K) contributes cos(Θ_i − Θ_token), multiplied by the amplitudes of both tokens. Each
-    unrotated channel contributes 1. Without them, and with an amplitude of 1, this is the mean of the cosines.
+    unrotated channel contributes 1. Without unrotated channels, and with an amplitude of 1, the result is the mean of
+    the cosines.
 
     This is the expected q·k under assumptions that depend on the map:
 
     - rotate: q and k have the same content, which contributes equally to all pairs on average (Men et al., arXiv
       2405.14591, theorem 1; RoPE's decay, arXiv 2104.09864, section 3.4.3).
-    - cosine: each channel has the weight x̄_q x̄_k, which is never negative if x̄ ≥ 0. This also holds for tokens with
-      different content, if all channels have similar averages (arXiv 2307.09270, arXiv 2509.10534).
+    - cosine: each channel has the weight x̄_q x̄_k, which is never negative if x̄ ≥ 0. The result is also valid for
+      tokens with different content if all channels have similar averages (arXiv 2307.09270, arXiv 2509.10534).
     """
     gain = torch.as_tensor(amplitude, dtype=torch.float64).expand(omega.shape[:1])
     own = gain if layout.rotated[token] else torch.ones_like(gain)
@@ -327,8 +332,8 @@ def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int
 
     First, each axis gets the channel whose wavelength is closest to the size of the axis, starting with the longest
     axis. The other channels are chosen so that the logarithms of their angles over the grid are spread widely, and so
-    that axes alternate if possible. Channels that make less than a quarter of a turn are only added if there are no
-    other channels, the fastest first. All channels rotate, and no two have the same frequencies.
+    that axes alternate if possible. Channels that make less than a quarter of a turn are only added, fastest first,
+    when no other channels are left. All chosen channels rotate, and no two have the same frequencies.
     """
     step = (omega * layout.steps).abs()
     angle = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
@@ -356,7 +361,7 @@ def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int
 def choose_frames(layout: TokenLayout, token: Sequence[int], number: int = 3) -> list[int]:
     """Choose the frames to draw, including the token's own frame and others evenly spaced over time.
 
-    The token's frame replaces the nearest one. If two are equally near, the first and last frames stay.
+    The token's frame replaces the nearest evenly spaced frame. If two are equally near, the first and last frames stay.
     """
     frames = layout.frames[0]
     own = token[0] if len(layout.shape) == 3 else 0
@@ -372,7 +377,7 @@ class Picture:
 
     Attributes:
         image: array (rows, columns), which is NaN where there is no token.
-        frames: frames that are drawn.
+        frames: indices of the drawn frames.
         top: number of rows above the frames.
         size: size (H, W) of a frame.
     """

@@ -91,7 +91,7 @@ class View:
 
     @property
     def text_name(self) -> str:
-        """Label of the tokens before the grid. If the scheme skips them, they can be text, class or register tokens."""
+        """Label of the tokens before the grid. Tokens that the scheme skips can be text, class or register tokens."""
         tokens = self.subject.preset.scheme.tokens
         return "prefix" if tokens is not None and tokens.rule == "skip" else "text"
 
@@ -105,7 +105,7 @@ class View:
 
     @cached_property
     def scores(self) -> list[tuple[list[tuple[str, str]], Tensor]]:
-        """Similarity (N,) to the token for each variant. Axis orders with equal values share an entry."""
+        """Similarity (N,) to the marked token, for each variant. Axis orders with equal values share an entry."""
         found: list[tuple[list[tuple[str, str]], Tensor]] = []
         for variant in self.subject.variants:
             score = self.subject.similarity(self.layout, variant, self.head, self.layout.index(self.token))
@@ -124,7 +124,7 @@ def make_view(
     maps: int = 4,
     options: Mapping[str, Any] | None = None,
 ) -> View:
-    """Select what to draw. By default, this is the centre of the grid as the marked token, and ``maps`` channels.
+    """Select what to draw. By default, mark the token at the centre of the grid, and choose ``maps`` channels.
 
     Raises:
         ValueError: if no channel rotates on the grid.
@@ -158,7 +158,7 @@ def _lowest_slice(views: Sequence[View]) -> float:
 
 
 def _select_scores(view: View, panels: Sequence[str]) -> list[Any]:
-    """Return the similarity and its variants, as far as the figure has panels for them."""
+    """Return the scores of the variants for which the figure has panels."""
     return view.scores[: "similarity" in panels] + (view.scores[1:] if "variants" in panels else [])
 
 
@@ -255,7 +255,7 @@ def draw_comparison(views: Sequence[View], names: Sequence[str] = (), width: flo
 
 
 def _draw_compared(axes: Mapping[str, Any], view: View, lowest: float, width: float, plot: tuple[float, float]) -> None:
-    """Draw a view of a comparison, whose wavelengths are already there, and write its name above the first panel.
+    """Draw the panels of a view in a comparison, except for its wavelengths, with a title above the first panel.
 
     ``width`` is the width of the title, and ``plot`` the size of a plot, both in inches.
     """
@@ -278,7 +278,7 @@ def _draw_compared(axes: Mapping[str, Any], view: View, lowest: float, width: fl
 def _title_lines(view: View, width: float) -> tuple[list[str], list[str]]:
     """Return the lines of the name, and of the variant and the conditions, of a view in a comparison.
 
-    Longer lines would reach the bar. Lines break between parts, unless a part is longer than a line.
+    Lines are wrapped so that they don't reach the bar. They break between parts, unless a part is longer than a line.
     """
     parts, most = [_variant_name(view, view.scores[0][0]), *_conditions(view)], int(18 * width - 17)
     parts = [part.replace(" ", "\xa0") if len(part) < most else part for part in parts]
@@ -292,7 +292,7 @@ def _title_lines(view: View, width: float) -> tuple[list[str], list[str]]:
 
 
 def _count_drawn(formula: str) -> int:
-    """Return about how many characters a formula draws."""
+    """Return the approximate number of characters that a formula draws."""
     return max(1, len(re.sub(r"[\s${}^_]", "", re.sub(r"\\[A-Za-z]+", "x", formula))))
 
 
@@ -468,7 +468,7 @@ def _title_width(view: View, width: float, columns: int) -> float:
 
 
 def _text_label_width(view: View) -> float:
-    """Return the width of the label of the text tokens, in inches. It narrows maps, on which titles are centred."""
+    """Return the width of the label of the text tokens, in inches. The label narrows maps, and thus their titles."""
     return 0.35 if view.layout.text else 0.0
 
 
@@ -623,7 +623,7 @@ def _legends_above(
 
 
 def _extent(legend: Any) -> tuple[float, float]:
-    """Return the width and height of a legend in pixels. They don't depend on the layout of the figure."""
+    """Return the width and height of a legend in pixels. This size doesn't depend on the layout of the figure."""
     box = legend.get_window_extent()
     return box.width, box.height
 

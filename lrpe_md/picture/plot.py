@@ -58,15 +58,16 @@ def show(
             figure is not saved.
         head_dim, num_heads: sizes for a scheme or a name; see :func:`lrpe_md.preset`.
         head: head to plot.
-        token: grid coordinates of the marked token, such as (h, w). By default, it is the middle token.
+        token: grid coordinates of the marked token, such as (h, w). The default is the middle token.
         channels: channels (cosine) or pairs (rotate) to plot angles for. By default, ``maps`` channels are chosen, with
             at least one for each axis.
         maps: number of angle maps if ``channels`` is empty.
-        text: number of text (or class) tokens before the grid. If the scheme skips them, as with RotateMd or ω,
-            figures call them prefix.
-        panels: names of the panels to draw. By default, all are drawn, with a header and a footnote. The names are
-            "angles", "similarity", "variants" (similarity for the other map and axis order), "slices" and
-            "wavelengths". A list of encodings has no angles and variants, and a sequence has no slices.
+        text: number of text (or class) tokens before the grid. If the scheme skips these tokens, as with RotateMd or ω,
+            figures label them "prefix".
+        panels: names of the panels to draw. By default, all panels are drawn, with a header and a footnote. The names
+            are "angles", "similarity", "variants" (similarity for the other map and axis order), "slices" and
+            "wavelengths". Figures of a list of encodings have no "angles" or "variants", and figures of a sequence have
+            no "slices".
         width: width of the figure in inches, from 3 to 100. The default is 11. Text keeps its size, so a narrow
             figure has fewer columns. The height follows from the panels.
         dark: whether to draw for a dark background.
@@ -181,7 +182,7 @@ def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
 
 
 def _find_encoding(scheme: Any) -> Any:
-    """Return the encoding of a model, or a dict from titles to encodings for layers. Return other values unchanged."""
+    """Return a model's encoding, or a dict from titles to the encodings of layers. Return other values unchanged."""
     if isinstance(scheme, Module) and isinstance(getattr(scheme, "encoding", None), Module):
         scheme = scheme.encoding
     return {f"layer {i}": each for i, each in enumerate(scheme)} if isinstance(scheme, ModuleList) else scheme

@@ -24,17 +24,17 @@ class AugmentPositions(nn.Module):
 
     Call this once per step, so that all layers use the same positions. All samples of a batch share the random numbers.
     First, ``perturb`` moves each token separately, which turns a grid into a table. Then all tokens are shifted, each
-    axis is stretched, and finally all axes are stretched by the same factor. These last three steps turn a grid into
-    another grid. The new grid's scale and shift are tensors, so nothing is recompiled. ``torch.compile`` can trace
-    the random numbers, but a CUDA graph cannot capture them, so call this module outside of graphs.
+    axis is stretched, and finally all axes are stretched by the same factor. The last three steps turn a grid into
+    another grid. The new grid's scale and shift are tensors, so nothing is recompiled. ``torch.compile`` can trace the
+    random numbers, but a CUDA graph cannot capture them, so call this module outside of graphs.
 
     Args:
         shift: maximum shift s, in units of position. Each axis is shifted by U(-s, s). Pass one number, or one per
             axis.
         jitter: maximum factor J ≥ 1. Each axis is multiplied by exp U(-ln J, ln J). Pass one number, or one per axis.
         rescale: maximum factor R ≥ 1. All axes are multiplied by the same factor, exp U(-ln R, ln R).
-        perturb: strength σ, in steps of the grid, or in units of position for coordinates. Each token is moved on each
-            axis by N(0, (σ/2)²), but by at most half a step. Pass one number, or one per axis; 0 leaves an axis
+        perturb: strength σ, in steps of the grid, or in units of position for coordinates. Each token is moved along
+            each axis by N(0, (σ/2)²), but by at most half a step. Pass one number, or one per axis; 0 leaves an axis
             unchanged.
         seed: random seed of a generator on the CPU. Use the same seed on ranks that share a sequence.
 

@@ -50,7 +50,10 @@ class Rules:
     """Affine operations on each axis, shared by grids and coordinates."""
 
     def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
-        """Change each position s to scale · s + shift. Each is a number, one number per axis, or a tensor (K,)."""
+        """Change each position s to scale · s + shift.
+
+        Pass each argument as a number, one number per axis, or a tensor (K,).
+        """
         raise NotImplementedError  # overridden by Grid and Coordinates
 
     def offset(self: Self, by: PerAxis) -> Self:
@@ -193,7 +196,7 @@ class Coordinates(Rules):
         )
 
     def shard(self, start: int, length: int | None = None) -> Coordinates:
-        """Return ``length`` tokens (default: all) from ``start`` on, where prefix and suffix tokens also count."""
+        """Return ``length`` tokens (default: all) from ``start`` on, counting prefix and suffix tokens as well."""
         length = self.num_tokens - start if length is None else length
         if not (start >= 0 and 0 <= length <= self.num_tokens - start):
             raise ValueError(

@@ -142,7 +142,7 @@ class Grid(Rules):
         return affine_on(scale, shift, device)
 
     def coordinates(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
-        """Return positions (N, K), or (B, N, K) with an origin per sample. Prefix and suffix tokens get zeros."""
+        """Return positions (N, K), or (B, N, K) with an origin per sample. Prefix and suffix tokens have position 0."""
         return self._table(torch.device(device), dtype)[0]
 
     def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,7 @@ class Grid(Rules):
 
     @property
     def _has_rules(self) -> bool:
-        """Return whether the grid has a scale or shift, with values that are known on the host."""
+        """Return whether the grid has a scale or shift whose values are known on the host."""
         known = not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
         return known and not (self.scale is None and self.shift is None)
 
@@ -165,7 +165,7 @@ class Grid(Rules):
         """Return float64 positions of integer coordinates (..., K).
 
         If scale and shift are the fractions p / n and r / n up to rounding, as after :meth:`interpolate`, the position
-        is computed as (p i + r) / n, with a single rounding. Positions that should be integers are then exact, as
+        is computed as (p i + r) / n, with a single rounding. Positions that should be integers are therefore exact, as
         :meth:`floor` requires.
         """
         index = index.double()
@@ -207,7 +207,7 @@ class Grid(Rules):
     def centre(self, axes: Sequence[int] | None = None, *, whole: bool = False) -> Grid:
         """Shift ``axes`` (default: all) so that their middle, at index (n - 1) / 2, is at position zero, as in Mochi.
 
-        whole: use index n - n // 2 as the middle, so integers stay integers, as in Qwen-Image.
+        whole: use index n - n // 2 as the middle, so that integer positions stay integers, as in Qwen-Image.
         """
         chosen = range(self.num_axes) if axes is None else axes
         if any(not 0 <= axis < self.num_axes for axis in chosen):
@@ -235,8 +235,8 @@ class Grid(Rules):
     def crop(self, start: Sequence[float], stop: Sequence[float]) -> Grid:
         """Place tokens as in a crop of a larger grid: the first token at start_j, the last at stop_j (n_j - 1) / n_j.
 
-        If ``start`` is 0, the step is stop / n. Otherwise it differs slightly from (stop - start) / n, as in CogVideoX.
-        To get exactly the step (stop - start) / n, use ``rescale((stop - start) / n).offset(start)``.
+        If ``start`` is 0, the step is stop / n. Otherwise, the step differs slightly from (stop - start) / n, as in
+        CogVideoX. To get exactly the step (stop - start) / n, use ``rescale((stop - start) / n).offset(start)``.
 
         Raises:
             ValueError: if the crop is so small and so far from 0 that the last position would precede the first.
@@ -264,7 +264,7 @@ class Grid(Rules):
     def along(self, places: Mapping[int, Tensor]) -> Coordinates:
         """Return a table in which index i of an axis has the position ``places[axis][i]``. Other axes are unchanged.
 
-        Use this for times that are not affine in the frame index, or that only the device knows.
+        Use this for times that are not affine in the frame index, or whose values are only on the device.
 
         Args:
             places: dict from axis number to a tensor (n,) with at least one position for each index of this axis,
@@ -272,7 +272,8 @@ class Grid(Rules):
 
         Raises:
             ValueError: for an invalid axis or too few places.
-            IndexError: if an index, including the origin, has no place. On a GPU, this is a device-side assertion.
+            IndexError: if there is no place for an index (including the origin). On a GPU, this is a device-side
+                assertion.
         """
         for axis, own in places.items():
             check_axes((axis,), self.num_axes)
@@ -299,7 +300,7 @@ class Grid(Rules):
         return self._as_table(torch.stack(columns, dim=-1), rotated)
 
     def _as_table(self, coords: Tensor, rotated: Tensor) -> Coordinates:
-        """Make a table from this shard's positions (..., N, K). For the whole sequence, keep prefix and suffix."""
+        """Make a table from this shard's positions (..., N, K), with prefix and suffix if it is the whole sequence."""
         if self.whole:
             on_grid = slice(self.prefix, self.prefix + self.num_grid_tokens)
             return Coordinates(coords[..., on_grid, :], self.prefix, self.suffix)
@@ -332,8 +333,8 @@ class Grid(Rules):
     def select(self, axes: Sequence[int | None], device: torch.device | str = "cpu") -> Grid | Coordinates:
         """Reorder, add or remove axes. New axis j is the old axis ``axes[j]``, or all zeros if ``axes[j]`` is None.
 
-        If all axes keep their order, the result is a grid. For example, (None, 0, 1) turns an image into a video frame.
-        Otherwise, the result is a table.
+        If all axes keep their order, the result is a grid, and otherwise a table. For example, ``axes=(None, 0, 1)``
+        turns an image into a video frame.
         """
         check_axes(axes, self.num_axes)
         if [axis for axis in axes if axis is not None] != list(range(self.num_axes)):
@@ -406,7 +407,7 @@ def grid_coordinates(
 ) -> tuple[Tensor, Tensor]:
     """Return the positions (N, K) of consecutive tokens from ``start`` on, and a mask (N,) of the tokens on the grid.
 
-    origin: (K,) or (B, K). With the latter, the positions are (B, N, K).
+    origin: (K,), or (B, K) for positions (B, N, K).
     """
     if dtype == torch.float32 and affine is None:
         for size in sizes:
@@ -434,7 +435,7 @@ def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
 def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid:
     """Place token t at t + offset, where the offset is an int or an integer tensor of shape (), (1,) or (B,).
 
-    An int is also moved to the device, so a new value does not create a new layout.
+    An int becomes a tensor on the device, so a new value does not create a new layout.
     """
     # Dynamo warns about caches, and represents dynamic sizes as ints.
     cached = type(num_tokens) is int and not torch.compiler.is_compiling()

@@ -42,10 +42,10 @@ class Tokens:
         length: number of tokens.
         rule: where to place the tokens.
 
-            - ``"skip"``: they have no position, are not rotated and get no phase.
-            - ``"zero"``: they are all at the origin.
-            - ``"axis"``: they follow one another along one axis, and are at zero on the other axes.
-            - ``"diagonal"``: they follow one another along all axes at once.
+            - ``"skip"``: the tokens have no position, are not rotated and get no phase.
+            - ``"zero"``: all tokens are at the origin.
+            - ``"axis"``: the tokens follow one another along one axis, and are at zero on the other axes.
+            - ``"diagonal"``: the tokens follow one another along all axes at once.
         axis: axis number for ``"axis"``.
         start: position of the first token. None means the running position of the sequence.
     """
@@ -74,9 +74,9 @@ class After:
     """A grid that continues after the preceding segments. The running position is added to the grid's positions.
 
     Args:
-        grid: a grid with positions from 0 on, or a table (N, K), for example of reordered tokens. For a table on a GPU,
-            reading the largest positions synchronises.
-        axes: axes on which to add the running position. None means all.
+        grid: a grid with positions that start at 0, or a table (N, K), for example of reordered tokens. For a table on
+            a GPU, reading the largest positions synchronises.
+        axes: axes on which to add the running position. None means all axes.
         advance: axes that determine the next running position, which is 1 plus the grid's largest position on these
             axes. None means the same as ``axes``. (1, 2) advances by the larger of height and width, regardless of the
             number of frames (Qwen2-VL in transformers 5).
@@ -104,7 +104,7 @@ class Before:
 
     Args:
         grid: a grid or a table (N, K); see :class:`After`.
-        axes: axes on which to shift the grid. None means all. Positions on other axes are unchanged.
+        axes: axes on which to shift the grid. None means all axes. Positions on other axes are unchanged.
     """
 
     grid: Grid | Coordinates
@@ -153,8 +153,8 @@ def compose(
     Args:
         segments: :class:`Tokens`, :class:`Grid` or :class:`Coordinates` (N, K) with fixed positions, and :class:`After`
             or :class:`Before` for a grid relative to p. A grid's prefix and suffix are unrotated tokens.
-        num_axes: number of axes K. It is required if no grid determines it.
-        num_tokens: total number of tokens to check for. None skips this check.
+        num_axes: number of axes K, required if no grid determines K.
+        num_tokens: total number of tokens to expect. None skips this check.
         start: first token of this shard of the sequence. Shards are used in sequence parallelism and decoding.
         length: number of tokens in this shard. By default, the shard extends to the end.
         order: indices of the segments in the order in which p visits them. The default is token order. With (1, 0),
@@ -205,11 +205,11 @@ def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | Non
     """Concatenate the layouts of several samples, to encode x (N, H, D) or (1, H, N, D) with N = N_1 + ... + N_B.
 
     Softmax attention must also keep the samples apart, for example with the result's cu_seqlens in flash-attn. Linear
-    attention does this itself, and only accepts (1, H, N, D).
+    attention keeps the samples apart itself, and only accepts (1, H, N, D).
 
     Args:
         samples: one layout (N, K) per sample.
-        device: device of the result. By default, it is that of the first coordinates, or the CPU if there are only
+        device: device of the result. The default is the device of the first coordinates, or the CPU if there are only
             grids.
     """
     rows = _samples(samples, device)
@@ -220,12 +220,12 @@ def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | Non
 def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor = 0) -> Coordinates:
     """Return positions for packed text x (1, H, N, D), with each sequence starting at ``offset``.
 
-    This does not synchronise with a GPU. Compute the positions once per batch, not once per layer.
+    This function does not synchronise with a GPU. Compute the positions once per batch, not once per layer.
 
     Args:
-        cu_seqlens: (S + 1,) int32 or int64 on x's device. It contains the start of each sequence, beginning with 0, and
-            the end of the last one. Equal entries mean an empty sequence. Tokens after the last entry continue the last
-            sequence. Values are only checked on a CPU. On a GPU, invalid values lead to wrong positions.
+        cu_seqlens: start of each sequence, beginning with 0, and the end of the last one, as an int32 or int64 tensor
+            (S + 1,) on x's device. Two equal entries mean an empty sequence. Tokens after the last entry continue the
+            last sequence. Values are only checked on a CPU. On a GPU, invalid values lead to wrong positions.
         num_tokens: number of tokens, N.
         offset: position of the first token of each sequence, an int or an integer tensor of shape (), (1,) or (S,).
 
@@ -284,13 +284,14 @@ def pad(
 ) -> Coordinates:
     """Batch the layouts of several samples for x (B, H, N, D), with unrotated padding at the end of shorter samples.
 
-    Attention needs its own mask, because class tokens are not rotated either. For softmax attention, mask the keys with
-    ``torch.arange(N) < lengths[:, None]``, where ``lengths`` holds the number of tokens of each sample.
+    Attention needs a separate mask for the padding, because class tokens are not rotated either. For softmax attention,
+    mask the keys with ``torch.arange(N) < lengths[:, None]``, where ``lengths`` holds the number of tokens of each
+    sample.
 
     Args:
         samples: one layout (N, K) per sample.
-        num_tokens: N. By default, it is the length of the longest sample.
-        device: device of the result. By default, it is that of the first coordinates, or the CPU if there are only
+        num_tokens: N. The default is the length of the longest sample.
+        device: device of the result. The default is the device of the first coordinates, or the CPU if there are only
             grids.
     """
     rows = _samples(samples, device)
@@ -405,7 +406,7 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
 
 
 def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
-    """Return the first and last position (for a table, min and max) per axis, or an empty list for no tokens."""
+    """Return the first and last position (for a table, the minimum and maximum) per axis, or [] for no tokens."""
     if isinstance(grid, Coordinates):
         rows = grid.coords if grid.rotated is None else grid.coords[grid.rotated]
         ends: Any = torch.stack(rows.double().aminmax(dim=0), dim=-1).tolist() if len(rows) else []

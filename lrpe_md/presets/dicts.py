@@ -26,8 +26,8 @@ def _add_functions(functions: Functions | None) -> Functions:
     """Return the library's functions and the caller's own functions by name.
 
     Raises:
-        ValueError: if the caller's function has the name of a different function of the library, because the name would
-            be ambiguous in a file.
+        ValueError: if a caller's function has the same name as a different function of the library, because the name
+            would be ambiguous in a file.
     """
     for name, function in (functions or {}).items():
         if FUNCTIONS.get(name, function) is not function:

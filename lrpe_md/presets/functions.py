@@ -154,13 +154,13 @@ def divided(shape: Shape, by: Sequence[float] = (1, 1, 1)) -> Grid:
 
 
 def two_apart(shape: Shape, skip: int = 8) -> Grid:
-    """If there are two frames, place them ``skip`` - 1 apart. Otherwise, place frames one apart."""
+    """Place two frames ``skip`` - 1 apart, and any other number of frames one apart."""
     shape = frames(shape)
     return Grid(shape).rescale((skip - 1 if shape[0] == 2 else 1, 1, 1))
 
 
 def strided(shape: Shape, stride: float = 1) -> Grid:
-    """Place frames ``stride`` apart."""
+    """Place successive frames ``stride`` apart."""
     return video(shape).rescale((stride, 1, 1))
 
 
@@ -243,7 +243,7 @@ def causal_audio(shape: Shape, step: float = 4, rate: float = 100, trained: floa
 
 
 def causal_time(shape: Shape, fps: float = 24) -> Coordinates:
-    """Return only the times: those of audio latents if the shape has one axis, otherwise those of video latents."""
+    """Return only the times of the audio latents if the shape has one axis, or else of the video latents."""
     return causal_audio(shape) if len(shape) == 1 else causal_video(shape, fps).select((0,))
 
 

@@ -3,8 +3,8 @@
     wan = preset("wan", head_dim=128)
     q, k = rotate(q, k, omega=wan.omega.to(q.device), positions=wan.positions((21, 30, 52)), **wan.options)
 
-The ``doc`` of each entry in ``SCHEMES`` describes its source and peculiarities. No other part of the library refers to
-a scheme by name. Each preset is tested against the original code.
+The ``doc`` of each entry in ``SCHEMES`` describes its source and peculiarities. No other module in the library refers
+to a scheme by name. Each preset is tested against the original code.
 """
 
 from __future__ import annotations
@@ -496,13 +496,13 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
     """Register your own scheme, so that :func:`preset`, PresetMd and ``encoding=`` accept its name in this process.
 
     Args:
-        name: any name except those of published schemes, "cosine", "rotate", "mixed" and "none".
-        scheme: scheme to register. It must be valid for its own head_dim.
+        name: any name except "cosine", "rotate", "mixed", "none" and the names of published schemes.
+        scheme: scheme to register, which must be valid for its own head_dim.
         overwrite: whether to replace a scheme that you registered under the same name.
 
     Raises:
         TypeError: for an invalid name, or a value that is not a :class:`Scheme`.
-        ValueError: for a name in use, or an invalid scheme. The scheme is then not registered.
+        ValueError: for a name in use, or an invalid scheme. After an error, the scheme is not registered.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name: expected a non-empty string, got {name!r}")
@@ -517,7 +517,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
 
 
 def find_scheme(scheme: str | Scheme) -> tuple[str, Scheme]:
-    """Return the name and the scheme that a name or a scheme refers to."""
+    """Return the name and the scheme, given either of the two."""
     if isinstance(scheme, Scheme):
         names = (name for name, known in (*SCHEMES.items(), *REGISTERED.items()) if known is scheme)
         return next(names, "this scheme"), scheme
@@ -545,13 +545,14 @@ def preset(
 
     Args:
         scheme: a name from :func:`list_presets`, or a :class:`Scheme`.
-        head_dim: number of channels per head, D. By default, it is the original model's.
-        num_heads: number of key heads. By default, it is the original model's, or 1 if heads share ω. It is required
-            for rope_vit_mixed, mochi, transnormer and pope, whose frequencies or phases differ across heads.
+        head_dim: number of channels per head, D. The default is the original model's.
+        num_heads: number of key heads. The default is the original model's, or 1 if heads share ω. num_heads is
+            required for rope_vit_mixed, mochi, transnormer and pope, whose frequencies or phases differ across heads.
         base, split, scaling: base of the series, each axis's share of the channels, and scaling to longer sequences or
             larger grids. The defaults are the scheme's. A scaling such as ``partial(yarn_scaling, factor=4,
-            original_length=32768)`` applies to all axes. You can also pass one per axis.
-        rotary_dim: channels of a head to rotate, the first R (an int) or a slice. The default is the scheme's.
+            original_length=32768)`` applies to all axes. You can also pass one scaling per axis.
+        rotary_dim: channels of a head to rotate, as a slice or as an int R for the first R channels. The default is the
+            scheme's.
         seed: seed for random frequencies. The default is 0.
 
     Raises:

@@ -44,15 +44,15 @@ class Axial:
 
     Args:
         split: each axis's share of the channels, slowest axis first.
-        base: base of the series, or None if it has none.
+        base: base of the series, or None if the series has no base.
         series: function (num, base, num_heads) → theta (num,) or (H, num).
         axis_order, axis_map: see :func:`lrpe_md.axial_omega`. With the map "head", ``split`` divides the heads instead
             of the channels.
         gaps: shares of the unrotated channels before, between and after the blocks. There is one more share than there
             are blocks. None means no gaps.
-        remainder: where the leftover channels go. With an axis number, that axis gets them. "front" and "behind" leave
-            them unrotated at the start or the end. "cut" excludes the last channels before pairs are formed. None
-            requires an exact split.
+        remainder: where the leftover channels go. With an axis number, that axis gets these channels. "front" and
+            "behind" leave them unrotated at the start or the end. "cut" excludes the last channels before pairs are
+            formed. None requires an exact split.
         across_heads: whether to split the channels of all heads together among the axes, and then into heads.
         scaling: function theta → (theta, amplitude), such as a ``lrpe_md.frequencies.*_scaling`` with its arguments
             bound, or one function per axis.
@@ -108,7 +108,7 @@ class Axial:
         return {"scaling"} | base | ({"split"} if shared else set())
 
     def usable(self, num_channels: int) -> int:
-        """Return the number of channels that are used."""
+        """Return the number of channels in use."""
         return num_channels - num_channels % self.least if self.remainder == "cut" else num_channels
 
     @property
@@ -230,7 +230,7 @@ def _call(name: str, function: Callable[..., Tensor], args: dict[str, Any], shap
 
 @dataclass(frozen=True)
 class Scheme:
-    """A published scheme or your own, independent of sizes. :func:`preset` builds it for a head_dim.
+    """A published or custom scheme, independent of sizes. :func:`preset` builds it for a head_dim.
 
     A scheme is plain data, which :meth:`to_dict` writes and :meth:`from_dict` reads. The functions in a scheme are your
     own, or come from the dict ``lrpe_md.presets.FUNCTIONS``.
@@ -241,12 +241,13 @@ class Scheme:
         frequencies: description of how to build ω.
         map, act: see :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine`.
         pairs: "half", "interleaved", or "blocks", which uses the half layout within the block of each axis.
-        rotary: rotated part of a head as a range of fractions. (0, 0.25) is the first quarter of its channels. None
-            means all.
+        rotary: rotated part of a head as a range of fractions. (0, 0.25) is the first quarter of the head's channels.
+            None means all channels.
         order: order of the two halves that the cosine map returns.
-        num_heads: number of heads in the original model, if heads differ. If heads differ and this is 1, :func:`preset`
-            requires ``num_heads``.
-        grid: function (shape, **options) → positions of an image or a video. Its parameters define the options.
+        num_heads: number of heads in the original model, if heads differ. If heads differ and this number is 1,
+            :func:`preset` requires ``num_heads``.
+        grid: function (shape, **options) → positions of an image or a video. The function's parameters define the
+            options.
         row_major: whether tokens are in row-major order. If False, the grid function returns a table in its own order.
         reference: default value of ``positions(..., reference=...)``.
         tokens: placement of tokens outside of the grids. The length in ``tokens`` is ignored, because you pass the
@@ -373,10 +374,11 @@ class Preset:
     """A scheme that was built for a specific head_dim.
 
     Attributes:
-        name, scheme: the scheme and its name. ``scheme.doc`` describes its source and peculiarities.
+        name, scheme: name of the scheme, and the scheme itself. ``scheme.doc`` describes the scheme's source and
+            peculiarities.
         head_dim, num_heads: D and the number of heads of ω or the phase.
-        omega: frequencies (H or 1, C, K) in float64 on the CPU, where C is D for cosine and D/2 for rotate. If
-            ``scheme.learned``, these are initial values.
+        omega: frequencies (H or 1, C, K) in float64 on the CPU, where C is D for cosine and D/2 for rotate. These are
+            the initial values if ``scheme.learned`` is True.
         amplitude: factor by which to multiply q and k of rotated tokens, a number or a tensor (C,) with one factor per
             pair.
         phase: shape (num_heads, C) of the learned phase, or None if there is none; see ``scheme.phase``.
@@ -501,7 +503,7 @@ class Preset:
         return self._fit_reference(reference, self._place(shape, options), shape, options)
 
     def _fit_reference(self, reference: Any, grid: Any, shape: tuple[int, ...], options: Mapping[str, Any]) -> Any:
-        """Do the work of :meth:`find_reference` for the grid of this shape."""
+        """Implement :meth:`find_reference` for a grid of this shape."""
         if isinstance(reference, (tuple, list)) and len(reference) == len(shape) != self.num_axes:
             probe = tuple(range(2, 2 + len(shape)))  # distinct sizes, none of them 1
             placed: Any = self._place(probe, options)
@@ -615,7 +617,7 @@ def make_preset(
 
 
 def _read_scale(grid: Any) -> tuple[float, ...] | None:
-    """Return the distances between a grid's tokens, or None if the grid has none, or they are a tensor."""
+    """Return the distances between a grid's tokens, or None if the grid's scale is None or a tensor."""
     scale = getattr(grid, "scale", None)
     return None if isinstance(scale, Tensor) else scale
 
