@@ -50,7 +50,7 @@ class Grid(Rules):
         prefix: number of unrotated tokens before the grid.
         suffix: number of unrotated tokens after the grid.
         scale: a number, one number per axis, or a tensor (K,). The default is 1. Numbers and float64 tensors are used
-            in float64. Under ``torch.compile``, a tensor avoids a recompile for each new value.
+            in float64. Under ``torch.compile``, pass a tensor to avoid recompilation for each new value.
         shift: like ``scale``, but the default is 0.
         start: first token of this shard, counted from the first prefix token. Shards are used in sequence parallelism
             and decoding.

@@ -78,7 +78,7 @@ def has_coordinates(arguments: dict[str, Any]) -> bool:
 
 
 def has_position_table(arguments: dict[str, Any]) -> bool:
-    """Return whether a model with these arguments has a preset that places tokens by a table instead of a grid."""
+    """Return whether a model with these arguments has a preset that uses a table of coordinates instead of a grid."""
     encoding, axes = arguments.get("encoding"), arguments.get("num_axes", 3 if "num_frames" in arguments else 2)
     return encoding in list_presets() and not find_scheme(encoding)[1].has_grid(axes)
 
