@@ -1,4 +1,4 @@
-"""Rotary models from other libraries for ``scripts.bench training``. They have published widths but few layers."""
+"""Rotary models from other libraries for ``scripts.bench training``, with their published widths but few layers."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def describe_workloads(works: Sequence[str]) -> list[str]:
 
 
 def excluded(rows: Any) -> str:
-    """Return sentences about what other libraries do not compute in these tables."""
+    """Return sentences that list what the times of other libraries do not include."""
     text = "Rows of other libraries have no positions, unless their names include a map. "
     for note, what in EXCLUDED.items():
         libraries = dict.fromkeys(

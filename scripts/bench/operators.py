@@ -201,7 +201,7 @@ def measure_passes(session: Session, plan: Plan, peers: dict[str, Peer]) -> None
 
 
 def measure_all(session: Session, plan: Plan) -> None:
-    """Make all measurements. lrpe-md comes first, in case the time runs out."""
+    """Run all measurements. lrpe-md comes first, in case the time runs out."""
     measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name == OURS})
     if plan.variants and plan.passes:
         for name, workload in plan.workloads.items():
