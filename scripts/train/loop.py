@@ -1,4 +1,4 @@
-"""The training loop of all tasks, with exact resuming. It uses accelerate, and timm's optimisers, schedules and EMA.
+"""Training loop of all tasks, with exact resuming, based on accelerate and timm's optimisers, schedules and EMA.
 
 A task turns its configuration into a :class:`.work.Work`, which contains a model, batches, a loss and an evaluation.
 
@@ -13,20 +13,20 @@ file and renamed. On SIGINT and SIGTERM, the loop saves a checkpoint after the c
 ``--steps``, a finished run continues. With a constant schedule, the result is the same as if the run had never stopped.
 
 **Time budgets.** With ``--seconds``, the first steps are not counted, because they include compilation. After a tenth
-of the time, the loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. It
-corrects the plan twice, based on the latest steps: halfway to the end, and halfway through the rest. If several runs
-should get the same time on one device, they share a file (``--turn``), so they compile in parallel but train one
+of the time, the loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. The
+loop corrects this plan twice, based on the latest steps: halfway to the end, and halfway through the rest. If several
+runs should get the same time on one device, they share a file (``--turn``), so they compile in parallel but train one
 at a time.
 
 **Several GPUs.** Run ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ...`` or ``accelerate launch``. The loop
 uses DDP, or FSDP2 with ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and
 micro-batches. A checkpoint is one file with unsharded tensors, regardless of the number of processes.
 
-**accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. The loop does not use
-three of its features. ``save_state`` writes a folder with the random states of each process (and a sharded model under
-FSDP). This would tie a run to the number of processes, and a kill between two files would leave an inconsistent folder.
-``skip_first_batches`` draws all earlier batches, whereas this loop computes a batch from its step number. The FSDP2
-plugin can't shard a second model, such as the EMA, in the same way.
+**accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. The loop avoids three of
+accelerate's features. ``save_state`` writes a folder with the random states of each process (and a sharded model under
+FSDP). Such a folder would tie a run to the number of processes, and a kill between two files would leave the folder
+inconsistent. ``skip_first_batches`` draws all earlier batches, whereas this loop computes a batch from its step number.
+The FSDP2 plugin can't shard a second model, such as the EMA, in the same way.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Trainer:
     Args:
         config: training options.
         accelerator: result of :func:`start`.
-        model: model on any device. If it has ``blocks``, FSDP2 shards each block as a unit.
+        model: model on any device. If the model has ``blocks``, FSDP2 shards each block as a unit.
         settings: result of :func:`.config.settings_of`. Resuming from a checkpoint with different settings raises an
             error.
     """
@@ -193,12 +193,12 @@ class Trainer:
         Args:
             steps: function that yields the samples of each step; see :mod:`.order`.
             batch: function (indices, draws) → micro-batch.
-            loss: function (model, micro-batch) → mean over the micro-batch. It is called under autocast.
+            loss: function (model, micro-batch) → mean over the micro-batch, called under autocast.
             validate: function that is called every ``config.validate_every`` steps and returns extra values for the
                 history.
             after_step: function that is called after each step and returns whether it did any work.
-            in_processes: whether to use processes instead of threads for the ``config.workers`` workers. Set this if
-                ``batch`` decodes files.
+            in_processes: whether to use processes instead of threads for the ``config.workers`` workers. Use processes
+                if ``batch`` decodes files.
         """
         config, accelerator = self.config, self.accelerator
         if self.is_finished:
@@ -242,7 +242,7 @@ class Trainer:
         finish_trackers(accelerator)
 
     def _save_alone(self) -> None:
-        """Save a checkpoint before a data error ends a single-process run. Other processes would not see it."""
+        """Save a checkpoint before a data error ends a single-process run. Other processes would not see the error."""
         if self.accelerator.num_processes == 1 and self.step and self.step % self.config.save_every:
             self.save()
 
@@ -387,7 +387,7 @@ class Trainer:
     # --- checkpoints
 
     def save(self) -> None:
-        """Save a checkpoint with unsharded tensors in one file. Only the first process writes it."""
+        """Save a checkpoint with unsharded tensors in one file. Only the first process writes the file."""
         state = {
             "format": FORMAT,
             "settings": self.settings,
@@ -446,7 +446,7 @@ class Trainer:
         return [key for key in differ if key not in effects]
 
     def _advise_on_size(self, there: dict[str, Any]) -> str:
-        """If the sizes differ, explain how to test or fine-tune the run with the settings ``there`` at this size."""
+        """Explain how to test or fine-tune the run with the settings ``there`` at this size, if the sizes differ."""
         here, out = self.settings, self.config.out
         sizes = [name for name in ("size", "frames") if name in here]
         if not {"reference", *sizes} <= here.keys() & there.keys() or all(here[name] == there[name] for name in sizes):
@@ -469,7 +469,7 @@ class Trainer:
         return f"--{setting.replace('_', '-')}" if is_option else setting
 
     def _continue(self, steps: int) -> None:
-        """Extend a run of ``steps`` steps to ``config.steps``. Warn unless one long run would have the same rates."""
+        """Extend a run of ``steps`` steps to ``config.steps``. Warn unless one long run has the same learning rates."""
         config = self.config
         before = replace(config, steps=steps).build_schedule().list_rates(config.lr, self.step)
         same = before == self.schedule.list_rates(config.lr, self.step)

@@ -79,7 +79,7 @@ def describe_few(noun: str, held_out: np.ndarray, labels: np.ndarray, classes: S
 
 @dataclass(frozen=True)
 class Records:
-    """Names of samples, and the captions or classes of these samples.
+    """Names of samples, with their captions or classes.
 
     Args:
         names: unique name of each sample.
@@ -121,9 +121,9 @@ class Records:
         """Return a mask (N,) of the held-out samples. If the data has a test set, its samples are held out.
 
         Otherwise, a sample is held out if a hash of its caption (or of its name, if there are no captions) is ``fold``
-        modulo ``parts``. Samples with equal captions are never separated. Equal images with different captions may be
-        separated, and so may captions that only differ after the maximum text length. If no sample of a small dataset
-        meets this condition, the sample with the smallest hash is held out.
+        modulo ``parts``. Samples with equal captions are either all held out or all used for training. This is not
+        ensured for equal images with different captions, or for captions that only differ after the maximum text
+        length. If no sample of a small dataset meets this condition, the sample with the smallest hash is held out.
 
         Raises:
             typer.BadParameter: if all samples are held out, or the data's test set is empty.
