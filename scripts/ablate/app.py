@@ -217,8 +217,8 @@ def training_fields(
 ) -> dict[str, Any]:
     """Return the fields of the training configuration.
 
-    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models have the smallest number of layers
-    that these attentions need.
+    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models are only as deep as these attentions
+    require.
     """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}

@@ -123,7 +123,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
 
 
 def describe_lines(results: pd.DataFrame) -> str:
-    """Say which variants the plot shows, if it doesn't show all of them."""
+    """Say which variants the plot shows, or return "" if it shows all of them."""
     if len(results.drop_duplicates(KEYS)) <= LINES:
         return ""
     fewer = f" It only shows the best {LINES} memories." if results.attention.nunique() > LINES else ""
@@ -134,7 +134,7 @@ def describe_lines(results: pd.DataFrame) -> str:
 
 
 def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
-    """Move values apart until neighbours differ by at least ``gap``. Keep the values in order and at most ``most``."""
+    """Move values apart until neighbours differ by ``gap`` or more, keeping their order and not exceeding ``most``."""
     placed, last = np.zeros(len(values)), -np.inf
     order = np.argsort(values, kind="stable")
     for i in order:

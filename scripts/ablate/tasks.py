@@ -77,7 +77,7 @@ class Task:
         plots: maps the plot files of a report to the names of the plots.
         defaults, on_gpu: fields that differ from the defaults of the training command, on all devices or on a GPU only.
         by_encoding: fields that only apply to specific encodings.
-        full: settings for the longer comparison, if there is one.
+        full: settings for the longer comparison, or None.
         data: default data.
         kept: files in a run's folder that the report needs.
         notes: maps encodings to sentences that are printed below the tables if the encoding was compared.
@@ -456,8 +456,8 @@ def train(
 ) -> dict[str, Any]:
     """Start or resume a training run. When the result is saved, delete the checkpoint.
 
-    ``schemes`` contains schemes to register first, if this is a new process. ``shown`` contains the warnings that the
-    user has already seen.
+    In a new process, ``schemes`` contains the schemes to register first. ``shown`` contains the warnings that the user
+    has already seen.
     """
     for name, scheme in (schemes or {}).items():
         register_scheme(name, scheme, overwrite=True)
@@ -488,7 +488,7 @@ OPTIONAL = ("test_bytes", *TESTED, "data_digest")  # columns that only some resu
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
-    """Build a table of results, with a row for each encoding, attention, seed, entry of the series and size.
+    """Build a table of results, with a row per combination of encoding, attention, seed, series entry and size.
 
     Raises:
         typer.BadParameter: if two files contain the same run, which would count twice.

@@ -53,7 +53,7 @@ class Candidate:
         name: name of the model type or class.
         build: function that returns a tiny random model in eval mode, or the model's pipeline if the pipeline computes
             the tables.
-        call: function that runs the model forward and backward. Its results are equal for models with equal weights.
+        call: function that runs the model forward and backward, with equal results for equal weights.
     """
 
     name: str

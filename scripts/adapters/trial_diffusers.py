@@ -155,7 +155,7 @@ OWN: dict[str, dict[str, Any]] = {  # constructor arguments by class
 
 
 def build(name: str) -> nn.Module:
-    """Build a two-layer model. Its weights are large enough that attention is far from uniform."""
+    """Build a two-layer model with weights so large that attention is far from uniform."""
     torch.manual_seed(0)
     cls: Any = rotary_classes()[name]
     if name == "ZImageControlNetModel":

@@ -121,7 +121,7 @@ def takes_frames(name: str, case: LinearCase) -> bool:
 
 
 def prepare_frames(inputs: Inputs) -> Inputs:
-    """Compute SanaWM's angles. With both directions, undo the scaling of keys, because SanaWM's module scales them."""
+    """Compute SanaWM's angles. For bidirectional attention, unscale the keys, because SanaWM's module scales them."""
     case, omega = inputs.case, inputs.omega
     assert omega is not None
     angles = inputs.positions.coordinates().to(omega) @ omega[0].T

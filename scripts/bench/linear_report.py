@@ -173,7 +173,7 @@ def section(folder: Path) -> str:
 
 
 def group_works(works: Sequence[str]) -> list[list[str]]:
-    """Group workloads by usual sizes, unusual sizes, causal masks, frames, and comparisons with peers."""
+    """Group workloads into usual sizes, unusual sizes, causal masks, frames, and comparisons with peers."""
     unusual, causal, frames, theirs = (
         [work for work in works if work.startswith(prefixes)] for prefixes in (UNUSUAL, "causal", "frames", PEERS)
     )
@@ -222,7 +222,7 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def choose_color(impl: str, map: str) -> str:
-    """Return the colour of a series: the map's colour for lrpe-md, and the library's colour for others."""
+    """Return the colour of a series: that of the map for lrpe-md, or that of the library for other libraries."""
     name, share = (ENCODINGS[map], 0.0) if impl == OURS else PEER_COLORS[impl]
     return mix_with_white(OKABE_ITO[name], share)
 

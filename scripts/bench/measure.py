@@ -47,10 +47,10 @@ def release_memory(device: torch.device) -> None:
 def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
     """Time calls with a cold L2 cache for about ``rep`` milliseconds, and return the GPU time of each call (ms).
 
-    This extends triton.testing.do_bench in two ways. First, the GPU spins between clearing the cache and the call, so
-    that the host has queued the call before the GPU starts it. Otherwise, the times of short kernels would include the
-    launch latency. Second, calls cycle through the functions, each with its own tensors, because data that was loaded
-    with an evict-last policy (as in torch.compile's code) stays in the cache.
+    The function extends triton.testing.do_bench in two ways. First, the GPU spins between clearing the cache and the
+    call, so that the host has queued the call before the GPU starts it, and times of short kernels exclude the launch
+    latency. Second, calls cycle through the functions, each with its own tensors, because data that was loaded with an
+    evict-last policy (as in torch.compile's code) stays in the cache.
     """
     cache = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for fn in fns:

@@ -67,7 +67,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a row for each mode, op, frequencies and peer, with a column for each workload."""
+    """Print a row for each mode, operator, type of frequencies and peer, with a column for each workload."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         if row["mode"] == "copy":

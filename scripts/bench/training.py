@@ -200,8 +200,8 @@ def host_ms(trainee: Trainee) -> float:
 def observed_step(trainee: Trainee) -> tuple[str, float]:
     """Run a step, and return PyTorch's attention kernel in that step and the step's :func:`peak_bytes`.
 
-    Call this for the second step. The first step compiles, and from the third on, CUDA graph replay hides calls and
-    allocations.
+    Call this for the second step. The first step compiles, and CUDA graph replay hides calls and allocations from the
+    third step on.
     """
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         peak = peak_bytes(trainee)

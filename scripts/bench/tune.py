@@ -15,9 +15,9 @@ pass: causal kernels on causal workloads, the delta rule on frames-delta, kernel
 or windows, and all other kernels on img64 and video64. Times are medians of GPU time with a cold L2 cache.
 
 A tile's score is its time relative to the fastest tile, on the problem where this ratio is largest. The lowest score is
-best. The search first tries all shapes with the table's registers and stages. It then varies the registers and stages
-of the three best shapes. Finally, the best tiles and the table's tile take turns in another timing. The CSV contains
-every measured time.
+best. The search first tries all shapes with the table's registers and stages. The search then varies the registers and
+stages of the three best shapes. Finally, the best tiles and the table's tile take turns in another timing. The CSV
+contains every measured time.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_gpu(wanted: str, smoke: bool) -> torch.device:
-    """Return the device for a benchmark's option --device: cuda, or also cpu with --smoke."""
+    """Return the device for a benchmark's option --device. With --smoke, cpu is also allowed."""
     choose("--device", [wanted], ("cuda", "cpu"))
     if wanted == "cpu" and not smoke:
         raise typer.BadParameter(

@@ -257,7 +257,7 @@ class Backbone:
     Args:
         can: capabilities of the model: "axes" (more than one axis), "time" (three axes, the first of which is time),
             "caption" (text next to the image), "table" (a learned position table), "sincos" (a sinusoidal position
-            table), "memory" (linear attention whose denominator depends on the encoding).
+            table), and "memory" (linear attention whose denominator depends on the encoding).
         attentions: model arguments for each kind of attention.
         options: the encoding options that the model supports, or None for all.
     """

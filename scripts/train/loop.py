@@ -8,8 +8,8 @@ A task turns its configuration into a :class:`.work.Work`, which contains a mode
 **Exact resuming.** The data of a step and all of its random numbers are functions of (seed, step, process), and never
 depend on a generator's history. A checkpoint therefore only contains the weights, the EMA, the state of the optimiser
 with the learning rate, and the step. A run that is killed and resumed ends with the same weights as an uninterrupted
-run, if the number of processes is the same and, on a GPU, kernels are deterministic. Checkpoints are written to a new
-file and renamed. On SIGINT and SIGTERM, the loop saves a checkpoint after the current step. If you increase
+run, provided that both use the same number of processes and, on a GPU, deterministic kernels. Checkpoints are written
+to a new file and renamed. On SIGINT and SIGTERM, the loop saves a checkpoint after the current step. If you increase
 ``--steps``, a finished run continues. With a constant schedule, the result is the same as if the run had never stopped.
 
 **Time budgets.** With ``--seconds``, the first steps are not counted, because they include compilation. After a tenth
@@ -268,7 +268,7 @@ class Trainer:
         """Compute the last step that fits into ``config.seconds``, and stretch the schedule to that step.
 
         ``done`` is the number of steps that this process has run. A resumed process keeps the plan in the checkpoint,
-        and only leaves its first step uncounted.
+        and only excludes its first step from the time budget.
         """
         if self.counted is None and done == (STARTING if self.last is None else 1):
             now = self._now()
@@ -349,7 +349,7 @@ class Trainer:
         }
 
     def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
-        """Add a row to the history. Return the mean loss since the last row of --log-every or --validate-every."""
+        """Add a row to the history. Return the mean loss since the last row due to --log-every or --validate-every."""
         loss = self._total() / (self.step - self.since)  # waits for the device
         now = time.perf_counter()
         if self.clock is not None:
@@ -446,7 +446,7 @@ class Trainer:
         return [key for key in differ if key not in effects]
 
     def _advise_on_size(self, there: dict[str, Any]) -> str:
-        """Explain how to test or fine-tune the run with the settings ``there`` at this size, if the sizes differ."""
+        """If the sizes differ, explain how to test or fine-tune the run with the settings ``there`` at this size."""
         here, out = self.settings, self.config.out
         sizes = [name for name in ("size", "frames") if name in here]
         if not {"reference", *sizes} <= here.keys() & there.keys() or all(here[name] == there[name] for name in sizes):

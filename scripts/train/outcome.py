@@ -128,11 +128,11 @@ def is_series(value: Any) -> bool:
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Iterate over the ways to place tokens at unseen sizes. Set each one in the model, and yield its name.
+    """Iterate over the ways to place tokens at unseen sizes. Apply each way to the model, and yield its name.
 
     "extrapolated" uses one unit per token, and "rescaled" interpolates to the training grid, except along time if the
-    model streams. A model that was trained with a reference grid is only "rescaled", to that grid. A preset whose
-    positions are a table is only "extrapolated".
+    model streams. A model that was trained with a reference grid is only tested as "rescaled" to that grid. A preset
+    whose positions are a table is only tested as "extrapolated".
     """
     own, grid, made = model.reference, model.patch_embed.grid_size, EncodingStack(model.encoding).preset
     if getattr(model, "causal", None) is not None:

@@ -252,7 +252,7 @@ def _find_other_heads(before: dict[str, Any], num_heads: int | None) -> int | No
 
 
 def _part_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a nested entry in a run's settings, such as "model" or "condition", or {} if it is not a dictionary."""
+    """Return a nested dictionary in a run's settings, such as "model" or "condition", or {} if there is none."""
     found = settings.get(name)
     return found if isinstance(found, dict) else {}
 

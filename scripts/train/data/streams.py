@@ -560,7 +560,7 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
 
 
 def hold_out(keys: Sequence[str], parts: int, fold: int = 0) -> np.ndarray:
-    """Return a mask (N,) of the samples to hold out for testing. Their hashes are ``fold`` modulo ``parts``.
+    """Return a mask (N,) of the samples to hold out for testing: those whose hash is ``fold`` modulo ``parts``.
 
     Existing samples stay in their parts when you add samples, so the held-out fraction may differ between classes.
     """

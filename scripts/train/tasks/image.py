@@ -473,7 +473,7 @@ def evaluate(config: ImageTraining, data: Labelled, trainer: Trainer) -> dict[st
 
 
 def enclose(sizes: Sequence[Shape]) -> Shape:
-    """Return the smallest size that contains all sizes and has the aspect ratio of the first one."""
+    """Return the smallest size that contains all sizes and has the aspect ratio of the first size."""
     height, width = sizes[0]
     return (
         max(max(h, math.ceil(w * height / width)) for h, w in sizes),

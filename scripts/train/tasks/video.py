@@ -241,8 +241,8 @@ def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, An
 def motion(x: Tensor) -> Tensor:
     """Subtract the mean frame from clips (B, 3, T, H, W), and divide by the standard deviation.
 
-    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. The result does not
-    reveal the order of the frames.
+    Subtracting the mean emphasises motion, because neighbouring frames only differ by a few percent of the signal. The
+    result does not reveal the order of the frames.
     """
     x = x - x.mean(2, keepdim=True)
     return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # avoids amplifying noise in a still clip
