@@ -1,6 +1,6 @@
 """The console command ``lrpe-md PROGRAM ...``. Each program has its own options.
 
-Only the requested program is imported. If a package that it needs is missing, the error says what to install.
+Only the requested program is imported. If the program needs a missing package, the error says what to install.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def describe_usage() -> str:
 
 @contextmanager
 def reword_warnings() -> Iterator[None]:
-    """Print each of the library's warnings once, on one line, without code, and with options instead of arguments."""
+    """Print each library warning once, on one line without source code, and name options instead of arguments."""
     roots = [Path(lrpe_md.__file__).parent, Path(__file__).parent, Path(__file__).parents[1] / "models"]
 
     def show(message: Any, category: Any, filename: str, *place: Any) -> None:

@@ -53,8 +53,8 @@ class ModelAdapter:
     def wrap(self, function: Callable[..., Any], returns: bool) -> Callable[..., Any]:
         """Wrap a constructor so that it adapts its model.
 
-        The model is the constructor's first argument. With ``returns``, the model is the return value or the first item
-        of it.
+        The model is the constructor's first argument. With ``returns``, the model is the return value or its first
+        item.
         """
 
         @functools.wraps(function)
@@ -96,7 +96,7 @@ class ModelAdapter:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of the imported libraries. With PYTHONPATH, these may differ from the installed versions."""
+    """Return the versions of the imported libraries, which may come from PYTHONPATH."""
     libraries = {path.partition(".")[0] for path in BASES}
     return {name: sys.modules[name].__version__ for name in sorted(libraries & sys.modules.keys())}
 

@@ -6,9 +6,9 @@ r"""Run the model tests of diffusers and transformers on stock models and on ada
 Each CHECKOUT is a clone of the library's repository, at or near the installed version. If the tests can't be imported
 with the installed version, add CHECKOUT/src to PYTHONPATH. Every test file runs once with unmodified (stock) models,
 and once with models that host_plugin.py adapts after construction. A test that passes with stock models but not with
-adapted models counts as worse. If there are such tests, they are printed, and the exit status is 1. Slow tests, and
-tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set ``RUN_SLOW=1`` to run the
-slow tests.
+adapted models counts as worse. If any test is worse, the script lists the worse tests and exits with status 1. Slow
+tests, and tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set ``RUN_SLOW=1``
+to run the slow tests.
 
 The tests need ``pip install pytest parameterized peft httpx datasets``.
 """
@@ -118,7 +118,7 @@ def read_run(file: Path) -> Run:
 
 
 def find_worse(stock: Run, adapted: Run) -> list[str]:
-    """Return the tests that pass with stock models, but fail, skip or never finish with adapted models."""
+    """Return the tests that pass with stock models, but fail, are skipped or never finish with adapted models."""
     passed = [test for test, outcome in stock.outcomes.items() if outcome == "passed"]
     return [test for test in passed if adapted.outcomes.get(test) != "passed"]
 
@@ -144,7 +144,7 @@ def read_version(checkout: Path) -> str:
 
 
 def write_rows(out: Path, rows: list[Row]) -> None:
-    """Add new rows to the CSV. Rows for other models are kept."""
+    """Add new rows to the CSV, and keep its rows for other models."""
     names = [each.name for each in fields(Row)]
     new = {(row.library, row.model): [str(value) for value in astuple(row)] for row in rows}
     old: dict[tuple[str, str], list[str]] = {}

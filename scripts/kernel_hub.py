@@ -94,7 +94,7 @@ def add_op_namespace_prefix(op_name: str) -> str:
 
 
 class KernelError(typer.BadParameter):
-    """Error for library sources or an output folder that can't be used for a kernel."""
+    """Raised if the library's sources or the output folder can't be used for a kernel."""
 
 
 def read_sources() -> dict[str, str]:

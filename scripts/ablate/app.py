@@ -14,10 +14,10 @@
     lrpe-md ablate run recall                                    memories × positions × 3 seeds, without data
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
-Pass data as you would to the training commands. Use --set to change any option of these commands. Each result is saved
+Pass data as you would to the training commands. Use --set to change any option of those commands. Each result is saved
 as soon as its training run ends. After an interruption, run the same command again to resume from the last checkpoint.
-The report consists of results.csv, table.md and plots. The report shows the mean and standard deviation over the seeds,
-paired differences from a baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
+The report consists of results.csv, table.md and plots. It shows the mean and standard deviation over the seeds, paired
+differences from a baseline, parameters, time and memory. With --smoke, models and data are tiny and run on a CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .tasks import TASKS, Comparison, Task, options_as_set, overrides, record_wa
 
 
 class Commands(TyperGroup):
-    """Group of the program's commands."""
+    """Command group that explains a missing ``run``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Suggest ``run`` if the user passes a task without a command."""
@@ -119,7 +119,7 @@ def run(
         typer.Option(min=1, help="Number of runs to train in parallel. (default: 1, or one per core on a CPU)"),
     ] = None,
 ) -> None:  # fmt: skip
-    """Train with every encoding and seed that has no result yet. The last process to finish writes the report."""
+    """Train each combination of encoding and seed that lacks a result. The last process to finish writes the report."""
     chosen, share = TASKS[choose("TASK", [task], TASKS)[0]], parse_shard(shard)
     if full and chosen.full is None:
         raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")
@@ -157,7 +157,7 @@ def run(
 
 
 def report_finished(console: Console, out: Path, baseline: str | None, files: Iterable[Path]) -> None:
-    """Write the report if all runs have finished, that is, if their result files exist."""
+    """Write the report if every run has finished and saved its result file."""
     if all(file.exists() for file in files):
         write_report(out, baseline)
     else:
@@ -175,7 +175,7 @@ def show_results(console: Console, results: Iterable[dict[str, Any]], total: int
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
-    """Check the baseline, and write config.json. If the folder has a comparison with the same options, extend it."""
+    """Check the baseline and write config.json, or extend an existing comparison with the same options."""
     here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
     choose_baseline(baseline, whole.pairs)
     open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
@@ -217,8 +217,8 @@ def training_fields(
 ) -> dict[str, Any]:
     """Return the fields of the training configuration.
 
-    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models only have as many layers as these
-    need.
+    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models are only as deep as these attentions
+    require.
     """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}
@@ -241,7 +241,7 @@ def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
 def train_all(
     comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None, warned: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Run all jobs, and yield each result as soon as it is saved. Warnings in ``warned`` are not shown again."""
+    """Run all jobs, and yield each result as soon as it is saved. Don't repeat the warnings in ``warned``."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
     schemes = {} if workers == 1 else dict(REGISTERED)
     yield from pool(
@@ -266,7 +266,7 @@ def report(
         Path | None, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
     ] = None,
 ) -> None:
-    """Write results.csv, table.md and plots of finished runs. Without --folder, write the documentation's pages."""
+    """Write results.csv, table.md and plots for finished runs. Without --folder, write the documentation's pages."""
     names = choose("TASK", task or TASKS, TASKS)
     if folder is None and against is not None:
         raise typer.BadParameter(f"--against {against}: only works with --folder; pass the folder to compare")

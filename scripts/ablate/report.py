@@ -34,7 +34,7 @@ BASELINE = "rotate"
 
 
 def choose_baseline(baseline: str | None, trained: Iterable[tuple[str, str]]) -> str:
-    """Return the baseline, ENCODING or ATTENTION/ENCODING. None means :data:`BASELINE`, even if it was not trained.
+    """Return the baseline as ENCODING or ATTENTION/ENCODING. None selects :data:`BASELINE`, even if it was not trained.
 
     Raises:
         typer.BadParameter: if the baseline is not one of the ``trained`` pairs (attention, encoding).
@@ -67,7 +67,7 @@ def read_results(folder: Path) -> pd.DataFrame:
 def describe_changes(
     settings: dict[str, Any], other: dict[str, Any], results: pd.DataFrame, base: pd.DataFrame
 ) -> list[str]:
-    """Describe the settings, and the content of the data, that differ from those of other results."""
+    """Describe how the settings and the data differ from those of other results."""
     task, free = TASKS[settings["task"]], find_free(settings)
     # Results of earlier versions lack newer options, whose defaults keep the earlier behaviour.
     here, there = (
@@ -89,7 +89,7 @@ def describe_changes(
 
 
 def compare_folders(folder: Path, results: pd.DataFrame, config: dict[str, Any], against: Path) -> str:
-    """Render the difference from the results in another folder, paired by encoding, attention, seed and size.
+    """Render the differences from another folder's results, paired by encoding, attention, seed and size.
 
     Raises:
         typer.BadParameter: if the other folder has no report of the same task, or no results in common.
@@ -130,7 +130,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json, which every report needs.
 
     Raises:
-        typer.BadParameter: if the file is missing, or not valid.
+        typer.BadParameter: if the file is missing or invalid.
     """
     if not (folder / "config.json").exists():
         raise typer.BadParameter(
@@ -144,7 +144,7 @@ def write_report(folder: Path, baseline: str | None, against: Path | None = None
 
     With ``against``, table.md also lists differences from the results in that folder; see :func:`compare_folders`.
 
-    ``baseline`` is stored for later reports. None means the baseline that was passed last; see :func:`choose_baseline`.
+    ``baseline`` is stored for later reports. None selects the most recent baseline; see :func:`choose_baseline`.
 
     If runs with the first seed saved samples, also write samples.png. A folder without runs must contain results.csv.
     """

@@ -1,4 +1,4 @@
-"""Table and plot of the bits per byte, by text length and by position."""
+"""Table and plot of bits per byte by text length and position."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .report_sizes import (
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
-    """Split a column name such as "8192:512-1024" into length, first and last position. "512" means all positions."""
+    """Parse length, first position and last position from column names such as "8192:512-1024" or "512" (all)."""
     parts = results["size"].astype(str).str.extract(r"^(?P<length>\d+)(?::(?P<first>\d+)-(?P<last>\d+))?$")
     parts["first"], parts["last"] = parts["first"].fillna("0"), parts["last"].fillna(parts["length"])
     return results.assign(**{key: parts[key].astype(int).to_numpy() for key in parts}, name=names(results))
 
 
 def names(results: pd.DataFrame) -> Any:
-    """Return the display names, such as rotate and rotate + yarn, or linear/rotate if kinds of attention differ."""
+    """Return display names such as "rotate + yarn", or "linear/rotate" if there are several kinds of attention."""
     scaled = results.positions != "none"
     kinds = results.attention + "/" if results.attention.nunique() > 1 else ""
     return kinds + results.encoding + (" + " + results.positions).where(scaled, "")
@@ -43,7 +43,7 @@ def mean_and_std(results: Any, key: str) -> Any:
 
 
 def ranking(results: Any) -> list[str]:
-    """Return the names in the order of their results at the longest length, best first."""
+    """Return the names sorted by result at the longest length, best first."""
     longest = results[(results["first"] == 0) & (results["last"] == results.length.max())]
     return list(longest.groupby("name")["value"].mean().sort_values(kind="stable").index)
 
@@ -67,7 +67,7 @@ def _differences(whole: Any, baseline: str, lengths: list[int]) -> list[str]:
 
 
 def describe_evaluation(results: pd.DataFrame, limit: int, lengths: list[int]) -> str:
-    """State how many bytes each length is evaluated on. Results of earlier versions only contain the limit."""
+    """State how many bytes each length is evaluated on. Use ``limit`` if the results don't record it."""
     num_bytes = int(results["test_bytes"].max()) if "test_bytes" in results else limit
     found = [length * count_windows(length, num_bytes) for length in lengths]
     if len(set(found)) == 1:

@@ -110,7 +110,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
     """Return the variants to plot, as pairs (attention, encoding) sorted by accuracy on the longest clips.
 
-    If there are more than six variants, keep only the best encoding for each memory, and of these the best six.
+    If there are more than six variants, keep only the best encoding for each memory, then the best six of those.
     """
     part: Any = results[(results.question == kind) & (results["size"] == longest(results))]
     means = part.groupby(KEYS[::-1])["value"].mean().sort_values(ascending=False, kind="stable")
@@ -123,7 +123,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
 
 
 def describe_lines(results: pd.DataFrame) -> str:
-    """Say which variants the plot shows, if it doesn't show all of them."""
+    """Say which variants the plot shows, or return "" if it shows all of them."""
     if len(results.drop_duplicates(KEYS)) <= LINES:
         return ""
     fewer = f" It only shows the best {LINES} memories." if results.attention.nunique() > LINES else ""
@@ -134,7 +134,7 @@ def describe_lines(results: pd.DataFrame) -> str:
 
 
 def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
-    """Move values apart until neighbours differ by at least ``gap``. Keep their order, and don't exceed ``most``."""
+    """Move values apart until neighbours differ by ``gap`` or more, keeping their order and not exceeding ``most``."""
     placed, last = np.zeros(len(values)), -np.inf
     order = np.argsort(values, kind="stable")
     for i in order:
@@ -146,7 +146,7 @@ def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
 
 
 def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot accuracy against the number of frames for each memory and encoding: every seed, and the mean over seeds."""
+    """Plot accuracy by number of frames for each memory and encoding, with each seed and the mean over seeds."""
     trained, stats = sizes(results)[0], intervals(results)
     by_line: Any = results.assign(frames=results["size"].map(frames_of)).groupby(["question", *KEYS[::-1]])
     image = trained.partition("x")[2]

@@ -33,7 +33,7 @@ def sizes(results: pd.DataFrame) -> list[str]:
 
 
 def name_axes(results: pd.DataFrame) -> str:
-    """Return what the numbers of a size stand for, such as "height x width"."""
+    """Return a label for the numbers in a size, such as "height x width"."""
     return ("frames x " if sizes(results)[0].count("x") == 2 else "") + "height x width"
 
 
@@ -66,7 +66,7 @@ def subtract(results: Any, base: Any, common: list[str], keys: list[str], level:
 def find_baseline(results: Any, baseline: str) -> tuple[Any, list[str]]:
     """Return the mask of a baseline's rows, and the columns in which other rows must agree with it.
 
-    An encoding is compared within the same kind of attention, and ATTENTION/ENCODING with all other rows.
+    A baseline ENCODING is compared with rows that use the same attention, and ATTENTION/ENCODING with all other rows.
     """
     attention, slash, encoding = baseline.rpartition("/")
     mask = results.encoding == encoding
@@ -142,9 +142,9 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
 
 
 def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Summarise the training runs by the largest rise in the loss over all seeds, and the medians of other columns.
+    """Summarise the training runs of each variant: the largest rise in the loss, and the median of every other column.
 
-    Columns without values are left out.
+    Columns without values are omitted.
     """
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
@@ -187,7 +187,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
 
 
 def describe_model(settings: dict[str, Any]) -> str:
-    """Return a sentence about the depth and width of the model, or "" if ``model`` names the model."""
+    """Return a sentence about the model's depth and width, or "" if the settings name a model or lack its sizes."""
     training = settings["training"]
     architecture = TASKS[settings["task"]].architecture(training)
     depth, dim = (training.get(name) or architecture.get(name) for name in ("depth", "dim"))
@@ -198,7 +198,7 @@ def describe_model(settings: dict[str, Any]) -> str:
 
 
 def describe_training(settings: dict[str, Any], results: pd.DataFrame) -> str:
-    """Return sentences about the model and the training, with all settings that are not the defaults."""
+    """Return sentences that describe the model and the training, including all non-default settings."""
     training = settings["training"]
     tokens = f" ({results.tokens.iloc[0]:,.0f} tokens)" if results.tokens.nunique() == 1 else ""
     seconds = training.get("seconds")
@@ -223,13 +223,13 @@ def find_free(settings: dict[str, Any]) -> set[str]:
 
 
 def default_options(task: Task, training: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the training command. Some of them depend on other options in ``training``."""
+    """Return the defaults of the training command. Some defaults depend on other options in ``training``."""
     defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING}
     return defaults | task.dependent_defaults(defaults | training)
 
 
 def find_changes(settings: dict[str, Any]) -> list[str]:
-    """Return the settings that differ from the task's defaults as "name value", except settings that the text names."""
+    """Return non-default settings as "name value", except those that :func:`describe_training` already mentions."""
     task, training, free = TASKS[settings["task"]], settings["training"], find_free(settings)
     defaults = default_options(task, task.defaults | training) | task.defaults
     named = ("steps", "seconds", "batch", "lr", "precision", "compile", "cuda_graphs")
@@ -241,7 +241,7 @@ def find_changes(settings: dict[str, Any]) -> list[str]:
 
 
 def describe_tests(results: pd.DataFrame) -> list[str]:
-    """Return sentences about how much an accuracy depends on the choice of test data, unless the results lack it."""
+    """Return sentences about how much accuracies depend on the choice of test data, if the number of tests is known."""
     for column, tested in TESTED.items():
         if column in results:
             count, most = results[column].min(), results[column].max()
@@ -291,8 +291,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
     """Plot the mean and standard deviation of the measure against the size.
 
-    There is a row for each kind of attention, and a column for each kind of positions (extrapolated or rescaled). If
-    there is only one encoding, all kinds of attention share a row.
+    Each kind of attention has a row. Extrapolated and rescaled positions have a column each. If there is only one
+    encoding, all kinds of attention share a row.
     """
     task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
     if results.encoding.nunique() == 1:

@@ -69,18 +69,18 @@ class Task:
     Args:
         config, run: configuration class and training function.
         compared: encodings in the default comparison, for each kind of attention.
-        smoke: options of a tiny training run on a CPU.
-        values: function that extracts the measured values from what ``run`` returns.
+        smoke: options for a tiny training run on a CPU.
+        values: function that extracts the measured values from the result of ``run``.
         measure, higher: name of the measured value, and whether a higher value is better.
         layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.
         series: column of results.csv that names each series of values of a training run.
-        plots: name of the plot in each report file.
+        plots: maps the plot files of a report to the names of the plots.
         defaults, on_gpu: fields that differ from the defaults of the training command, on all devices or on a GPU only.
         by_encoding: fields that only apply to specific encodings.
-        full: settings for the longer comparison, if there is one.
+        full: settings for the longer comparison, or None.
         data: default data.
         kept: files in a run's folder that the report needs.
-        notes: sentences to print below the tables. The keys are the encodings to which the sentences refer.
+        notes: maps encodings to sentences that are printed below the tables if the encoding was compared.
         architecture: function that maps the settings of a training run to the depth, heads and dim that they imply.
         dependent_defaults: function that maps settings to the defaults of options that depend on other options.
     """
@@ -248,7 +248,7 @@ TASKS = {
 
 
 def _find_other_tasks(config: type[Training], name: str) -> str:
-    """If only other tasks have this option, return a sentence that names them, to be appended to an error."""
+    """Return a sentence to append to an error if other tasks have this option, or "" if none of them has it."""
     others = [task for task, other in TASKS.items() if name in {f.name for f in fields(other.config)} - set(CHOSEN)]
     if not others:
         return ""
@@ -287,7 +287,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def options_as_set(task: Task) -> Iterator[None]:
-    """Reword the errors of a training run: say ``--set NAME=VALUE`` for options, and DATA for data."""
+    """Reword the errors of a training run so that they refer to options as ``--set NAME=VALUE`` and to data as DATA."""
     known = {f.name: f.default for f in fields(task.config) if f.name not in CHOSEN}
 
     def reword(found: re.Match[str]) -> str:
@@ -340,7 +340,7 @@ def hide_warnings(texts: Iterable[str]) -> Iterator[None]:
 class Comparison:
     """Settings that determine the results. All runs in a folder share the task, the data and the training options.
 
-    ``schemes`` maps encodings to fingerprints. It contains the compared schemes that the user registered.
+    ``schemes`` maps each compared encoding that the user registered to its fingerprint.
     """
 
     task: str
@@ -430,10 +430,10 @@ def name_run(encoding: str, attention: str, seed: int) -> str:
 
 
 def check_data_digest(runs: Path, digest: str | None) -> dict[str, str]:
-    """Check that the runs in a folder used the same data, and return the entry of a result that identifies the data.
+    """Check that the runs in a folder used the same data, and return the result entry that identifies this data.
 
     Raises:
-        typer.BadParameter: if the data differs. Results of earlier versions don't have this entry.
+        typer.BadParameter: if the data differs. Results from earlier versions don't have this entry.
     """
     if digest is None:
         return {}
@@ -456,8 +456,8 @@ def train(
 ) -> dict[str, Any]:
     """Start or resume a training run. When the result is saved, delete the checkpoint.
 
-    ``schemes`` contains schemes to register first, if this is a new process. ``shown`` contains the warnings that the
-    user has already seen.
+    In a new process, ``schemes`` contains the schemes to register first. ``shown`` contains the warnings that the user
+    has already seen.
     """
     for name, scheme in (schemes or {}).items():
         register_scheme(name, scheme, overwrite=True)
@@ -488,7 +488,7 @@ OPTIONAL = ("test_bytes", *TESTED, "data_digest")  # columns that only some resu
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
-    """Build a table of results, with a row for each encoding, attention, seed, entry of the series and size.
+    """Build a table of results, with a row per combination of encoding, attention, seed, series entry and size.
 
     Raises:
         typer.BadParameter: if two files contain the same run, which would count twice.

@@ -2,9 +2,9 @@
 
     python -m scripts.adapters.functions > scripts/results/adapters/functions.csv
 
-The script tests every function and static method with a rotary name in the libraries' model files. Each supported
-function is called with every kind of argument that it supports, at new sizes, in float32 and bfloat16. The results are
-compared with those of the original function.
+The script tests functions and static methods in the libraries' model files if their names suggest a rotary encoding.
+Each supported function is called with every kind of argument that it supports, at new sizes, in float32 and bfloat16.
+The results are compared with those of the original function.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 def functions(library: str) -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Yield each function of a library that has a rotary name, with the function's module and name."""
+    """Yield the module, name and code of each library function whose name suggests a rotary encoding."""
     root = Path(inspect.getfile(import_module(library))).parent
     for path in sorted(root.glob(FILES[library])):
         if not re.search(rf"def \w*({ROTARY.pattern})", path.read_text(encoding="utf-8")):

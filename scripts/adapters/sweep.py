@@ -2,8 +2,8 @@
 
     lrpe-md adapters sweep > scripts/results/adapters/changes.csv
 
-Each row is a model. A column such as "low rank, after" contains the outcome of a modification after adaptation,
-followed by a colon and details. The outcomes are:
+Each row describes one model. A column such as "low rank, after" contains the outcome of a modification after
+adaptation, followed by a colon and details. The outcomes are:
 
 - same: outputs are equal, and gradients are equal if the modification leaves them comparable
 - different: outputs or gradients differ
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
 
 class Inapplicable(Exception):
-    """Error for a change to a part that the model does not have."""
+    """Raised if a change applies to a part that the model does not have."""
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------
@@ -205,9 +205,9 @@ def offload_to_disk(model: nn.Module) -> None:
 
 
 def offload_in_parts(model: nn.Module) -> None:
-    """Offload weights to the CPU, so that all weights of an attention or router module are loaded together.
+    """Offload weights to the CPU, and load all weights of an attention or router module together.
 
-    The forward method of such a module may read the weights of its children.
+    An attention or router module may read the weights of its children in its own forward method.
     """
     import accelerate
 
@@ -292,7 +292,7 @@ def write_outcomes(outcomes: Iterable[Outcome], file: TextIO = sys.stdout) -> li
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Read the outcomes from a file that :func:`write_outcomes` wrote, and skip empty cells."""
+    """Read the outcomes from a file that :func:`write_outcomes` wrote, skipping empty cells."""
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -336,7 +336,7 @@ def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
 
 
 class Original(NamedTuple):
-    """Unadapted model, with the model's outputs and gradients."""
+    """Unadapted model with its outputs and gradients."""
 
     model: Any
     result: Result
@@ -398,7 +398,7 @@ def _try(candidate: Candidate, original: Original, change: Change, when: str) ->
 
 
 def _describe_unstable(found: Result, expected: Result) -> tuple[str, str] | None:
-    """Return an outcome if two calls of the same original model differ, or None if their results are equal."""
+    """Return an outcome if two calls of the original model give different results, or None if they agree."""
     if not found.gradients:
         expected = expected._replace(gradients={})
     gap = distance(found, expected)

@@ -53,7 +53,7 @@ class Candidate:
         name: name of the model type or class.
         build: function that returns a tiny random model in eval mode, or the model's pipeline if the pipeline computes
             the tables.
-        call: function that runs the model forward and backward. Models with equal weights give equal results.
+        call: function that runs the model forward and backward, with equal results for equal weights.
     """
 
     name: str
@@ -173,7 +173,7 @@ def _refuse(row: Row, model: nn.Module, error: Exception) -> Row:
 
 
 def _has_rotary(model: nn.Module) -> bool:
-    """Return whether the model's code uses a rotary name."""
+    """Return whether any name in the model's code contains "rotary" or "RoPE"."""
     own = [base for part in model.modules() for base in type(part).__mro__ if base.__module__.split(".")[0] != "torch"]
     methods = [
         inspect.unwrap(value)

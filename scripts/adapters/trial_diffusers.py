@@ -155,7 +155,7 @@ OWN: dict[str, dict[str, Any]] = {  # constructor arguments by class
 
 
 def build(name: str) -> nn.Module:
-    """Build a two-layer model. Its weights are large enough that attention is far from uniform."""
+    """Build a two-layer model with weights so large that attention is far from uniform."""
     torch.manual_seed(0)
     cls: Any = rotary_classes()[name]
     if name == "ZImageControlNetModel":
@@ -195,7 +195,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def _ids(height: int, width: int, axes: int = 3) -> Tensor:
-    """Return position ids. Rows and columns are the last two of three axes, or the middle two of four axes."""
+    """Return position ids. The row and the column are the last two of three axes, or the middle two of four."""
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).float()
     found = torch.zeros(height * width, axes)
     found[:, 1:3] = places

@@ -182,7 +182,7 @@ def _model_class(model_type: str) -> Any:
 
 
 def build(model_type: str) -> nn.Module:
-    """Build a two-layer model. Its weights are large enough that attention is far from uniform."""
+    """Build a two-layer model with weights so large that attention is far from uniform."""
     torch.manual_seed(0)
     config = shrink(model_type, OWN.get(model_type, {}))
     model = transformers.AutoModel.from_config(config, attn_implementation="eager")

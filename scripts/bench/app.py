@@ -36,7 +36,7 @@ app = typer.Typer(
 
 
 class Benchmark(NamedTuple):
-    """A benchmark, its panel in --help, and the arguments of its example."""
+    """Benchmark, with its panel in --help and the arguments of its example."""
 
     run: Callable[..., Any]
     panel: str

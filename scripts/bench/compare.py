@@ -23,7 +23,7 @@ FOLDER = "scripts/results"
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of results file: its key columns, and the column to compare. Smaller values are better."""
+    """Kind of results file, with its key columns and the column to compare, where smaller values are better."""
 
     key: tuple[str, ...]
     value: str
@@ -78,7 +78,7 @@ def load(text: str, kind: Kind) -> Any:
 
 
 def find_changes(old: dict[str, str], new: dict[str, str]) -> pd.DataFrame:
-    """Find the rows of lrpe-md that are in both commits and whose value changed."""
+    """Find lrpe-md's rows that are in both commits with different values."""
     found: list[tuple[str, str, float, float]] = []
     for name in old.keys() & new.keys():
         kind = next((kind for pattern, kind in KINDS.items() if fnmatch(name, pattern)), None)

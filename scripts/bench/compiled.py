@@ -3,8 +3,8 @@
     lrpe-md bench compiled
 
 q and k are so small that the GPU waits for the host. The benchmark times kernels that Inductor launches itself, the
-registered operator (used if sizes are symbolic), and a plain triton_op with the same number of tensors. The three take
-turns in one run, so machine noise affects them equally. Compare their times relative to the triton_op.
+registered operator (used if sizes are symbolic), and a plain triton_op with the same number of tensors. All three take
+turns in one run, so machine noise affects them equally. Compare times relative to the triton_op.
 """
 
 from __future__ import annotations

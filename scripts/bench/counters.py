@@ -99,7 +99,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
     counted: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Profile all passes with ncu. The CSV is only written if all of them succeed."""
+    """Profile all passes with ncu. Write the CSV only if every pass succeeds."""
     if counted is not None:
         run(counted)
         return

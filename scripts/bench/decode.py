@@ -4,10 +4,10 @@
     lrpe-md bench decode --workload "decode-1;decode-64" --impl "lrpe-md, out=;transformers"
 
 There are 32 query heads and 8 key heads with head_dim 128 in bfloat16, in the memory layout of a projection (B, N, H,
-D). The cache has room for 4,096 tokens, and its next free row is read on the device. "half" rotates half of the
-channels. Storing the values is not timed, because all implementations do it in the same way. Implementations that use
-tables get precomputed cos and sin, because a model computes its tables once for all layers. lrpe-md computes the angles
-in the kernel.
+D). The cache has room for 4,096 tokens, and its next free row is read on the device. Workloads with "half" in their
+name rotate half of the channels. Storing the values is not timed, because all implementations do it in the same way.
+Implementations that use tables get precomputed cos and sin, because a model computes its tables once for all layers.
+lrpe-md computes the angles in the kernel.
 
 "gpu" is the GPU time of a call with a cold L2 cache, "graph" is the time per call of 64 calls in a CUDA graph, and
 "host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, counting the bytes

@@ -25,7 +25,7 @@ SHOWN = {  # from names in the comparison to names in the plot
 
 
 def fastest_shares(rows: pd.DataFrame) -> Any:
-    """Return the share of the fastest peer with each label, by label and workload."""
+    """Return the share of the fastest peer for each label and workload."""
     known: Any = rows[rows.peer.isin(list(PEERS))]
     return known.assign(label=known.peer.map(PEERS)).groupby(["label", "workload"]).share.max()
 

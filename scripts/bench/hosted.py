@@ -1,4 +1,4 @@
-"""Rotary models from other libraries for ``scripts.bench training``. They have published widths but few layers."""
+"""Rotary models from other libraries for ``scripts.bench training``, with their published widths but few layers."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class Hosted:
 def import_checkout(root: Path, name: str = "lrpe_md_other") -> Any:
     """Import another checkout's package under a different name, so that both versions run in one process.
 
-    The package is copied to a temporary folder on ``sys.path``, where compiler processes also find it. Its operators
-    get a separate namespace.
+    The package is copied to a temporary folder on ``sys.path``, where compiler processes also find it. The operators of
+    the copy get a separate namespace.
 
     Raises:
         typer.BadParameter: if the checkout has no package.

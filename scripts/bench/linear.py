@@ -77,7 +77,7 @@ class OtherCheckout:
 
 
 def attend_by_other(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    """Like :func:`attend_fused`, with the other checkout's kernels."""
+    """Like :func:`attend_fused`, but with the other checkout's kernels."""
     package, case = OtherCheckout.package, inputs.case
     positions = package.Grid(case.shape, prefix=case.prefix) if case.has_positions else None
     return package.linear_attention(q, k, v, map=case.map, omega=omega, positions=positions, **inputs.options)

@@ -3,8 +3,8 @@
     PYTHONPATH=.:PEERS lrpe-md bench linear      PEERS: a folder with any of fla/, flash_bla/ and diffusers/
 
 fla (flash-linear-attention) is causal, and has neither positions nor a normaliser. flash_bla
-(flash-bidirectional-linear-attention) attends to all tokens, and has no positions. Both libraries expect features.
-These are computed before timing, in the memory layout that the library prefers. lrpe-md's times include the activation.
+(flash-bidirectional-linear-attention) attends to all tokens, and has no positions. Both libraries expect features,
+which are computed before timing in the memory layout that the library prefers. lrpe-md's times include the activation.
 
 diffusers contains the attention module of SANA-Video. The module's own processor is compared with a processor that
 calls lrpe-md. "sana" is timed from q, k and v to the heads' outputs, and "sana-module" includes norms and projections.
@@ -46,7 +46,7 @@ class Peer:
         prepare: function that converts the inputs to the peer's layout.
         attend: wrapper that calls the function with the prepared inputs.
         restore: function that converts the peer's output to (B, H, N, D).
-        note: remark about the peer's times, for the CSV.
+        note: remark about the peer's times, which is written to the CSV.
         compile: function (module, inputs) that compiles the kernels before timing.
     """
 
@@ -92,7 +92,7 @@ def takes_bidirectional(name: str, case: LinearCase) -> bool:
 
 
 def compile_bidirectional(module: Any, inputs: Inputs) -> None:
-    """Compile all of the autotuner's candidates in parallel. One by one, this would take minutes per sequence length.
+    """Compile all of the autotuner's candidates in parallel. One by one, they would take minutes per sequence length.
 
     If a candidate fails here, the autotuner compiles it again.
     """
@@ -121,7 +121,7 @@ def takes_frames(name: str, case: LinearCase) -> bool:
 
 
 def prepare_frames(inputs: Inputs) -> Inputs:
-    """Compute SanaWM's angles. With both directions, undo the scaling of keys, because SanaWM's module scales them."""
+    """Compute SanaWM's angles. For bidirectional attention, unscale the keys, because SanaWM's module scales them."""
     case, omega = inputs.case, inputs.omega
     assert omega is not None
     angles = inputs.positions.coordinates().to(omega) @ omega[0].T
@@ -130,7 +130,7 @@ def prepare_frames(inputs: Inputs) -> Inputs:
 
 
 def delta(_: Any, compiles: bool = False) -> Attend:
-    """Return SanaWM's attention, from q, k and v to the heads' outputs. Its angles are computed beforehand."""
+    """Return SanaWM's attention, from q, k and v to the heads' outputs. The angles are computed beforehand."""
     sana: Any = importlib.import_module(SANA_WM)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, decay: Tensor, angles: Tensor, both: bool) -> Tensor:

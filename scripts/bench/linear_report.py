@@ -79,7 +79,7 @@ def describe_workloads(works: Sequence[str]) -> list[str]:
 
 
 def excluded(rows: Any) -> str:
-    """Return sentences about what other libraries do not compute in these tables."""
+    """Return sentences that list what the times of other libraries do not include."""
     text = "Rows of other libraries have no positions, unless their names include a map. "
     for note, what in EXCLUDED.items():
         libraries = dict.fromkeys(
@@ -173,7 +173,7 @@ def section(folder: Path) -> str:
 
 
 def group_works(works: Sequence[str]) -> list[list[str]]:
-    """Group workloads by usual sizes, unusual sizes, causal masks, frames, and comparisons with peers."""
+    """Group workloads into usual sizes, unusual sizes, causal masks, frames, and comparisons with peers."""
     unusual, causal, frames, theirs = (
         [work for work in works if work.startswith(prefixes)] for prefixes in (UNUSUAL, "causal", "frames", PEERS)
     )
@@ -222,7 +222,7 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def choose_color(impl: str, map: str) -> str:
-    """Return the colour of a series: the map's colour for lrpe-md, and the library's colour for others."""
+    """Return the colour of a series: that of the map for lrpe-md, or that of the library for other libraries."""
     name, share = (ENCODINGS[map], 0.0) if impl == OURS else PEER_COLORS[impl]
     return mix_with_white(OKABE_ITO[name], share)
 

@@ -4,9 +4,9 @@
     lrpe-md bench linear-scaling --backbones vit --tokens 4096,65536 --compiled --append
 
 As in ``scripts.bench training``, a step consists of forward under bfloat16 autocast, loss, backward, and fused AdamW.
-The backbones are the ViT on square images, the video transformer, and the DiT without text. They have few blocks, a
-width of 768 and head_dim 64. A batch has 65,536 tokens, or a single sample if one sample has more tokens. If a step
-runs out of memory, the step is repeated with activation checkpointing, and the row has a note. Each row contains the
+The backbones are the ViT on square images, the video transformer, and the DiT without text. All three have few blocks,
+a width of 768 and head_dim 64. A batch has 65,536 tokens, or a single sample if one sample has more tokens. If a step
+runs out of memory, it is repeated with activation checkpointing, and a note is added to the row. Each row contains the
 median milliseconds, tokens per second and peak memory of a step, and is saved immediately. A measurement is skipped
 with a note if it runs out of memory or is expected to take more than --cap seconds.
 """
@@ -61,7 +61,7 @@ SMALL = Sizes(32, 2, 1)
 
 @dataclass(frozen=True)
 class Scaled:
-    """Backbone with a fixed number of tokens, in the form of a workload for :class:`.training.Trainee`."""
+    """Backbone with a fixed number of tokens, wrapped as a workload for :class:`.training.Trainee`."""
 
     tokens: int
     sizes: Sizes

@@ -50,7 +50,7 @@ REGISTERS = (None, 128, 160, 168, 232)
 
 
 class LinearPlace(NamedTuple):
-    """Entry of the table, which holds one tile."""
+    """Table entry that holds one tile."""
 
     stage: LinearPass
     width: int  # index in the row
@@ -100,7 +100,7 @@ class LinearPlace(NamedTuple):
         return found
 
     def shrink(self, case: LinearCase) -> LinearCase:
-        """Reduce a case to few tokens, but keep enough tokens for two passes if the case needs two."""
+        """Reduce a case to a few tokens, but keep enough of them for two passes if the case needs two."""
         shape = {1: (2048,), 2: (2, 2) if self.stage in ONE_PASS else (40, 40), 3: (3, 20, 40)}[len(case.shape)]
         block = shape[1] * shape[2] if case.block else 0
         return replace(case, batch=1, heads=(1, 1), shape=shape, block=block)
@@ -120,7 +120,7 @@ class LinearPlace(NamedTuple):
 
     @contextmanager
     def in_table(self, tile: LinearTile) -> Iterator[None]:
-        """Put a tile into the table. If it does not fit the GPU, calls fail instead of using a smaller tile."""
+        """Put a tile into the table. If the tile does not fit the GPU, calls fail instead of using a smaller one."""
         kept, shrink = TILES[self.stage], linear_plan.shrink
         tiles = list(kept)
         tiles[self.width] = tile
@@ -147,7 +147,7 @@ class LinearPlace(NamedTuple):
 
 
 class TooLarge(Exception):
-    """Error for a tile that needs more shared memory than the GPU has."""
+    """Raised for a tile that needs more shared memory than the GPU has."""
 
 
 def refuse(tile: LinearTile) -> list[LinearTile]:

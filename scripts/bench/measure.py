@@ -34,7 +34,7 @@ HERE: tuple[str, ...] = ("copy_gbps", "gpu", "python", "torch", "triton", "timm"
 
 
 class OutOfTime(Exception):
-    """Error that is raised when the time budget (--limit) is spent."""
+    """Raised when the time budget (--limit) is used up."""
 
 
 def release_memory(device: torch.device) -> None:
@@ -47,8 +47,8 @@ def release_memory(device: torch.device) -> None:
 def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
     """Time calls with a cold L2 cache for about ``rep`` milliseconds, and return the GPU time of each call (ms).
 
-    This extends triton.testing.do_bench in two ways. First, the GPU spins between clearing the cache and the call, so
-    that the host has queued the call before it starts. Otherwise, the times of short kernels would include the launch
+    The function extends triton.testing.do_bench in two ways. First, the GPU spins between clearing the cache and the
+    call, so that the host has queued the call before the GPU starts it, and times of short kernels exclude the launch
     latency. Second, calls cycle through the functions, each with its own tensors, because data that was loaded with an
     evict-last policy (as in torch.compile's code) stays in the cache.
     """
@@ -140,7 +140,7 @@ class Session:
             torch.cuda.synchronize()
 
     def gpu_time(self, *fns: Callable[[], Any]) -> dict[str, Any]:
-        """Time calls in turns with a cold L2 cache, and return milliseconds. On a CPU, run each call only once."""
+        """Time calls in turn with a cold L2 cache, and return milliseconds. On a CPU, run each call only once."""
         if self.device.type == "cuda":
             return {**quantiles(cold_times(fns, self.rep)), "unit": "ms"}
         times = []
@@ -265,7 +265,7 @@ class Judge:
         return t.detach()[self.samples][:, sorted({0, t.shape[1] - 1})]
 
     def add_omega(self) -> None:
-        """Compute the exact gradient of omega over all samples. This is done in parts to save memory."""
+        """Compute the exact gradient of omega over all samples. Process the samples in parts to save memory."""
         if "domega" in self.exact:
             return
         inputs = self.inputs

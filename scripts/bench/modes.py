@@ -281,7 +281,7 @@ def measure_compile(session: Session, op: str, repeats: int) -> None:
 
 
 def measure_memory(session: Session, workload: str, name: str, peer: Peer, inputs: Inputs, with_omega: bool) -> None:
-    """Measure the memory that calls need in addition to inputs: the peak, and what is saved for the backward pass.
+    """Measure how much memory calls need beyond their inputs: at the peak, and for tensors saved for the backward pass.
 
     Outputs don't count as saved. The minimum peak is the size of y and dx, and the minimum of saved memory is zero.
     """

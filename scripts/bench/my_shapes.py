@@ -75,7 +75,7 @@ class Shapes(Workload):
         )  # fmt: skip
 
     def bytes_needed(self, map: str) -> tuple[int, int]:
-        """Return the size in bytes of a call's inputs, outputs and gradients together, and the size of q."""
+        """Return the total size of a call's inputs, outputs and gradients, and the size of q, in bytes."""
         case = self.case(map)
         token = self.batch * self.num_tokens * torch.empty(0, dtype=self.dtype).element_size()
         wide = 2 * sum(case.heads) * case.out_dim  # y and its gradient
@@ -110,7 +110,7 @@ class Found:
         return list(dict.fromkeys(each.which for each in self.times if each.what == what))
 
     def by_peer(self, what: str) -> dict[str, dict[str, Time]]:
-        """Return the times of an operation by peer and pass. lrpe-md comes first, then the peers from fast to slow."""
+        """Return the times of an operation by peer and pass. lrpe-md comes first, then the peers by speed."""
         peers: dict[str, dict[str, Time]] = {}
         for each in self.times:
             if each.what == what:
@@ -139,7 +139,10 @@ def installed() -> dict[str, Path]:
 
 
 def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer], list[str]]:
-    """Return the peers that support these shapes (on a CPU, with the reference), and notes about the other peers."""
+    """Return the peers that support these shapes, and notes about the other peers.
+
+    On a CPU, the PyTorch reference replaces lrpe-md's kernels.
+    """
     known, broken = load_peers(dict(installed()))
     messages = [f"skipping {name}: {why}" for name, why in broken.items()]
     messages += [f"skipping {name}: not installed" for name in PACKAGES if name not in installed()]

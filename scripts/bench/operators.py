@@ -67,7 +67,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a row for each mode, op, frequencies and peer, with a column for each workload."""
+    """Print a row for each mode, operator, type of frequencies and peer, with a column for each workload."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         if row["mode"] == "copy":
@@ -201,7 +201,7 @@ def measure_passes(session: Session, plan: Plan, peers: dict[str, Peer]) -> None
 
 
 def measure_all(session: Session, plan: Plan) -> None:
-    """Make all measurements. lrpe-md comes first, in case the time runs out."""
+    """Run all measurements. lrpe-md comes first, in case the time runs out."""
     measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name == OURS})
     if plan.variants and plan.passes:
         for name, workload in plan.workloads.items():

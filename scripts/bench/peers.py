@@ -51,7 +51,7 @@ class Peer:
 
 
 def large_inputs(case: Case, device: torch.device) -> Inputs:
-    """Create inputs on the device. Shared frequencies are axial, slowest axis first. Per-head frequencies are dense."""
+    """Create inputs on the device, with axial shared frequencies (slowest axis first) or dense per-head frequencies."""
     generator = torch.Generator(device).manual_seed(case.seed)
     options: dict[str, Any] = {"generator": generator, "device": device}
     grid = Grid(case.shape, case.prefix)
@@ -207,7 +207,7 @@ def timm(inputs: Inputs) -> Forward:
 
 
 def load_file(name: str, root: Path, *places: str) -> Any:
-    """Load a module from a file without importing the package, because dependencies of the package may be missing."""
+    """Load a module from a file without importing the package, because the package's dependencies may be missing."""
     for place in places:
         if (root / place).exists():
             spec = importlib.util.spec_from_file_location(name, root / place)

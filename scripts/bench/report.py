@@ -1,4 +1,4 @@
-"""Write the pages and plots in docs/results about speed and adapted models, from the files in scripts/results.
+"""Write the docs/results pages and plots about speed and adapted models from the files in scripts/results.
 
     make results                  or lrpe-md bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
 
@@ -57,7 +57,7 @@ def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
 
 
 def ordered(values: Any) -> list[Any]:
-    """Return the unique values: workloads and peers in the benchmark's order, others in order of appearance."""
+    """Return the unique values: known workloads and peers in the benchmark's order, then the rest as they appear."""
     found = dict.fromkeys(values)
     return list(dict.fromkeys([*(v for v in (*WORKLOADS, *PEERS, "cosine", "rotate") if v in found), *found]))
 
@@ -479,7 +479,7 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 
 
 def choose_peers(part: pd.DataFrame) -> list[str]:
-    """Choose an operator's peers to plot. Peers with more measurements come first, and then faster peers.
+    """Choose the peers to plot for an operator. Peers are sorted by their number of measurements, then by speed.
 
     Unlike the plots, the tables show all peers.
     """

@@ -6,8 +6,8 @@
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. ``speed`` is the time with computed angles, divided by the time with tables in the same run. ``share`` is the
-speed relative to a copy of the same number of bytes as in q and k. Before timing, a small case of each form is checked
-against float64.
+speed relative to copying as many bytes as q and k contain. Before timing, a small case of each form is checked against
+float64.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     lrpe-md bench train-loop --model B/2 --model XL/2 --out train-loop.csv
 
-The latents are random values with labels from 1,000 classes. Their size is that of 256-pixel images (mean and standard
-deviation of 4 × 32 × 32). The training loop loads, samples and transfers the latents, logs, and checks the loss. The
-bare loop repeats forward, backward, clipping, optimiser and EMA on one batch that stays on the GPU. The two loops take
-turns in one process, with the same model and optimiser. The loader is also timed separately.
+The latents are random values with labels from 1,000 classes. Each latent is as large as that of a 256-pixel image (mean
+and standard deviation, each of 4 × 32 × 32 values). The training loop loads, samples and transfers the latents, writes
+logs, and checks the loss. The bare loop repeats forward, backward, clipping, optimiser and EMA on one batch that stays
+on the GPU. The two loops take turns in one process, with the same model and optimiser. The loader is also timed
+separately.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def write_random_latents(folder: Path, number: int, side: int) -> Path:
 
 @dataclass
 class Turns:
-    """Timer for alternating turns of the training loop and the bare loop. Call it after each training step.
+    """Timer for alternating turns of the training loop and the bare loop. Call the timer after each training step.
 
     Args:
         bare: function that runs one step of the bare loop.
@@ -157,7 +158,7 @@ def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -
     """Alternate between training and the bare loop, and then time the loader.
 
     Args:
-        config: training options, except that the number of steps is replaced.
+        config: training options, whose number of steps is replaced.
         steps: number of steps per turn.
         turns: number of turns of each loop.
         seconds: how long to time the loader, in seconds.

@@ -26,7 +26,7 @@ vit_s (timm's ViTs) and video (a layer of a video transformer) have these encodi
 
 image, video_model and dit are the models of `train image`, `train video` and `train diffusion` with their default sizes
 and losses, on random data. The batches are eight times larger, to keep a GPU busy. The encodings are those of the
-training commands, and are compared with none. dit also has rotate-norms-first, which normalises q and k in separate
+training commands, and "none" is their baseline. dit also has rotate-norms-first, which normalises q and k in separate
 launches.
 
 wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are diffusers, transformers and
@@ -146,7 +146,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_step(trainee: Trainee) -> Callable[[], float]:
-    """Run a step. Return a function that returns the step's milliseconds once the device has finished."""
+    """Run a step, and return a function that reads its time in milliseconds once the device has finished."""
     if trainee.device.type != "cuda":
         start = time.perf_counter()
         trainee.step()
@@ -160,7 +160,7 @@ def time_step(trainee: Trainee) -> Callable[[], float]:
 
 
 def time_rounds(trainees: dict[str, Trainee], device: torch.device, steps: int, limit: float) -> pd.DataFrame:
-    """Return the milliseconds of steps, with a row for each round. In a round, every model takes one step."""
+    """Return step times in milliseconds, with a row for each round. In a round, every model takes one step."""
     order, rounds, start = random.Random(0), [], time.perf_counter()
     for _ in range(steps):
         # No synchronisation here: the host runs ahead, as it does in training.
@@ -200,8 +200,8 @@ def host_ms(trainee: Trainee) -> float:
 def observed_step(trainee: Trainee) -> tuple[str, float]:
     """Run a step, and return PyTorch's attention kernel in that step and the step's :func:`peak_bytes`.
 
-    Call this for the second step. The first step compiles, and from the third on, CUDA graph replay hides calls and
-    allocations.
+    Call this for the second step. The first step compiles, and CUDA graph replay hides calls and allocations from the
+    third step on.
     """
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         peak = peak_bytes(trainee)
@@ -287,7 +287,7 @@ def compare(
 
 
 def with_baselines(workload: Workload, wanted: list[str] | None) -> list[str]:
-    """Return the selected encodings that the model supports, and the baselines of these encodings."""
+    """Return the selected encodings that the model supports, and their baselines."""
     known = workload.baselines
     names = {name for name in wanted or workload.default if split_options(name)[0] in known}
     for _ in range(2):  # a baseline may have a baseline: timm-axial, timm-none, none

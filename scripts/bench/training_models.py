@@ -177,7 +177,7 @@ class Backbone:
 
     @property
     def batch(self) -> int:
-        """Return eight times the command's batch size. Otherwise, these small models would leave the GPU waiting."""
+        """Return eight times the command's batch size. With smaller batches, the GPU would wait for the host."""
         return 8 * self.config.batch
 
     def build(self, encoding: str) -> nn.Module:

@@ -14,9 +14,9 @@ KEY = ["model", "mode", "encoding"]
 
 
 def read(file: Path, newer: Path | None = None) -> pd.DataFrame:
-    """Read the latest row of each model, mode and encoding. Rows measured again in ``newer`` replace those in ``file``.
+    """Read the latest row of each model, mode and encoding. Rows in ``newer`` replace those in ``file``.
 
-    Rows are only replaced if they were measured on the same GPU.
+    A row is only replaced by one that was measured on the same GPU.
     """
     rows = pd.read_csv(file, dtype={"commit": str}).drop_duplicates(KEY, keep="last")
     if newer is not None and newer.exists():
@@ -57,7 +57,7 @@ def marks(row: Any, rows: pd.DataFrame) -> str:
 
 
 def change(median: float, low: float, high: float) -> str:
-    """Return the change in percent, from ratios to the baseline, with half the range of its middle rounds."""
+    """Format a ratio to the baseline as a change in percent, ± half of the range from ``low`` to ``high``."""
     return f"{100 * median - 100:+.1f} ± {50 * abs(high - low):.1f}%"
 
 
@@ -66,7 +66,7 @@ def time_and_memory(row: Any) -> str:
 
 
 def batches(rows: pd.DataFrame) -> str:
-    """Return a sentence with the batch size and the tokens per sample of each model, where the CSV has them."""
+    """Return a sentence with the batch size and the tokens per sample of each model, if the CSV contains them."""
     first: Any = rows.dropna(subset=["tokens"]).drop_duplicates("model")
     found = [f"{r.batch:,} × {r.tokens / r.batch:,.0f} tokens ({r.model})" for r in first.itertuples()]
     counted = "not counting class tokens and the text of diffusion models"

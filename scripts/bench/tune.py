@@ -3,21 +3,21 @@
     lrpe-md bench tune                                    every row, in the format of plan.py
     lrpe-md bench tune --only "2 rotate" --only "4 cosine forward"
     lrpe-md bench tune --only "linear keys" --only "linear queries"
-    lrpe-md bench tune --check                            is each tile of the table within 3% of the best?
+    lrpe-md bench tune --check                            check that each tile of the table is within 3% of the best
 
 A row of the table is keyed by bytes per element, map, pass, and kind (plain, with an activation, or with the caller's
-cos and sin tables). The row has tiles for up to 16, up to 64, and more channels. Tiles for up to 16 channels are timed
-on 64×64 tokens with head_dim 72 and 80, where channels are processed in blocks. Tiles for up to 64 are timed on 14×14
-and 64×64 tokens with head_dim 64, and tiles for more channels on 21×30×52 tokens with head_dim 128. Each tile is timed
-with shared and with per-head frequencies or tables. A row of linear attention ("linear ...") is keyed by pass and has
-tiles for six state sizes. These tiles are timed in a complete forward or backward pass: causal kernels on
-causal workloads, the delta rule on frames-delta, kernels that handle an entire head on vit224 or windows, and all other
-kernels on img64 and video64. Times are medians of GPU time with a cold L2 cache.
+cos and sin tables). Each row has a tile for up to 16 channels, a tile for up to 64, and a tile for more. Tiles for up
+to 16 channels are timed on 64×64 tokens with head_dim 72 and 80, where channels are processed in blocks. Tiles for up
+to 64 are timed on 14×14 and 64×64 tokens with head_dim 64, and tiles for more channels on 21×30×52 tokens with head_dim
+128. Each tile is timed with shared and with per-head frequencies or tables. A row of linear attention ("linear ...") is
+keyed by pass and has tiles for six state sizes. Tiles of linear attention are timed in a complete forward or backward
+pass: causal kernels on causal workloads, the delta rule on frames-delta, kernels that handle an entire head on vit224
+or windows, and all other kernels on img64 and video64. Times are medians of GPU time with a cold L2 cache.
 
 A tile's score is its time relative to the fastest tile, on the problem where this ratio is largest. The lowest score is
-best. The search first tries all shapes with the table's registers and stages. It then varies the registers and stages
-of the three best shapes. Finally, the best tiles and the table's tile take turns in another timing. The CSV contains
-every time.
+best. The search first tries all shapes with the table's registers and stages. The search then varies the registers and
+stages of the three best shapes. Finally, the best tiles and the table's tile take turns in another timing. The CSV
+contains every measured time.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ COLUMNS = (*KEY, "p20", "p50", "p80", "min", "note", "gpu", "python", "torch", "
 
 
 class Place(NamedTuple):
-    """Entry of the table, which holds one tile."""
+    """Table entry that holds one tile."""
 
     key: tuple[int, Any, Pass, str]
     width: int  # index into WIDTHS
@@ -265,7 +265,7 @@ class Session:
             return cold_times(place.passes(self.inputs[problem]), self.rep)
 
     def compile(self, place: AnyPlace, tiles: list[AnyTile]) -> None:
-        """Compile the tiles in parallel before any is timed."""
+        """Compile the tiles in parallel before timing any of them."""
         if self.pool is None:
             return
         if time.monotonic() > self.deadline:
@@ -336,7 +336,7 @@ def summarise(found: list[Found]) -> Table:
 
 
 def choose_places(only: Sequence[str]) -> list[AnyPlace]:
-    """Return the places whose names contain one of the strings, or all places if there are none."""
+    """Return the places whose names contain one of the strings, or all places if no string is passed."""
     places: list[AnyPlace] = [Place(key, width) for key in TILES for width in range(len(WIDTHS))]
     places += linear_tune.choose_places()
     for text in only:

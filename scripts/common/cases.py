@@ -1,4 +1,4 @@
-"""Test cases and inputs of kernels, for the tests and the benchmarks.
+"""Test cases and kernel inputs for tests and benchmarks.
 
 :mod:`lrpe_md.testing` defines the error budgets. Float64 inputs have no more precise reference, so the error of a
 float32 run is scaled by the ratio of the machine epsilons.
@@ -272,7 +272,7 @@ def as_tuple(ys: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function (xs, omega, phase=None, weights=None) -> ys that makes the case's call."""
+    """Return a function (xs, omega, phase=None, weights=None) -> ys that calls the operator with the case's options."""
     case = inputs.case
     call: Any = cosine if case.map == "cosine" else rotate
     options: dict[str, Any] = {"impl": impl, "act": case.act, "dim": case.dim}
@@ -326,10 +326,10 @@ def check(
 ) -> list[Violation]:
     """Run a case with ``impl``, and return its violations of the error budget.
 
-    The gradients of ω, φ, norm weights and state sums have few entries, each of which is a sum, so a single random draw
-    may be unlucky. In about one in a hundred draws, the reference's error is below half of its mean, or below a third
-    for 16 entries. Therefore, if only these gradients violate the budget, and they have fewer than 32 entries or exceed
-    it by at most half in RMS, five draws are judged together.
+    The gradients of ω, φ, norm weights and state sums have few entries, each of which is a sum, so a correct result may
+    fail on a single random draw. In about one in a hundred draws, the reference's error is below half of its mean, or
+    below a third for 16 entries. Therefore, if only these gradients violate the budget, and they have fewer than 32
+    entries or exceed the budget by at most 50% in RMS, five draws are judged together.
     """
 
     def draw(seed: int) -> Draw:
@@ -565,7 +565,7 @@ def _make_decay(case: LinearCase, num_tokens: int, device: torch.device | str) -
 
 
 def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = None) -> Callable[..., Any]:
-    """Return a function (q, k, v, omega, phase, gate, state, weights, decay) -> (o, state) that makes the case's call.
+    """Return a function (q, k, v, omega, phase, gate, state, weights, decay) -> (o, state) that calls the operator.
 
     operands: dtype to which the reference rounds its matmul operands, as the kernels do for 16-bit inputs.
     """
@@ -616,8 +616,8 @@ def run_linear(
 ) -> dict[str, Tensor]:
     """Run linear attention forward and backward, and return the outputs and gradients by name.
 
-    The names are o, dq, dk and dv, then dgate (for a float gate), ddecay, domega and dphase. For states, there are also
-    S, sums, dS and dsums. For a norm, there are also dweight0, ...
+    The names are o, dq, dk and dv, then dgate (for a float gate), ddecay, domega and dphase. States add S, sums, dS and
+    dsums, and a norm adds dweight0, ...
     """
     names = ("S", "sums")
     qkv = [t.detach().requires_grad_() for t in inputs.qkv]

@@ -22,7 +22,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_gpu(wanted: str, smoke: bool) -> torch.device:
-    """Return the device for a benchmark's option --device: cuda, or also cpu with --smoke."""
+    """Return the device for a benchmark's option --device. With --smoke, cpu is also allowed."""
     choose("--device", [wanted], ("cuda", "cpu"))
     if wanted == "cpu" and not smoke:
         raise typer.BadParameter(
@@ -50,7 +50,7 @@ def turn_of(kind: str) -> Path:
 def sent(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to a device.
 
-    The copy is asynchronous and uses pinned memory. Otherwise, the host would wait for all queued work.
+    The copy is asynchronous and uses pinned memory, so that the host does not wait for all queued work.
     """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -39,7 +39,7 @@ def is_hidden(path: PurePath) -> bool:
 
 
 def list_visible(folder: Path, pattern: str = "**/*") -> list[Path]:
-    """Return the paths in a folder that match a pattern, sorted and without hidden ones."""
+    """Return the paths in a folder that match a pattern, sorted and without hidden paths."""
     return sorted(path for path in folder.glob(pattern) if not is_hidden(path.relative_to(folder)))
 
 
@@ -103,7 +103,7 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder. It becomes ``out`` at the end of the block, or is deleted if the block fails.
+    """Yield a temporary folder, which is renamed to ``out`` when the block ends, or deleted if the block fails.
 
     Raises:
         typer.BadParameter: if ``out`` has content or can't be written, or another program is filling it.

@@ -33,13 +33,13 @@ SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
 
 
 class Command(TyperCommand):
-    """A command that rejects a repeated option, if the option only accepts one value."""
+    """Command that rejects a repeated option unless the option accepts several values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line.
 
         Raises:
-            typer.BadParameter: for a repeated option. Otherwise, all but the last value would be ignored.
+            typer.BadParameter: for a repeated option, because click would ignore all but the last value.
         """
         order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
         single = [each for each in order if each.param_type_name == "option" and not (each.multiple or each.is_flag)]
@@ -73,7 +73,7 @@ def finite(value: float | None) -> float | None:
 def choose(option: str, wanted: Iterable[str], known: Iterable[str], advice: str = "") -> list[str]:
     """Return the selected names without duplicates, and reject unknown names.
 
-    ``advice`` is a sentence of the error.
+    ``advice`` is a sentence to add to the error.
     """
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:

@@ -123,7 +123,7 @@ def choose_colors(libraries: Sequence[str]) -> dict[str, str]:
 
 
 def add_legend(figure: Figure, columns: int = 3) -> None:
-    """Add a legend for all axes, placed below the figure. Use fewer columns if labels are long."""
+    """Add a legend for all axes below the figure. Use fewer columns if labels are long."""
     handles: dict[str, Any] = {}
     for axis in figure.axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}

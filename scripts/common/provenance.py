@@ -66,7 +66,7 @@ def describe_environments(environments: list[dict[str, Any]]) -> str:
 
 
 def shorten(commit: str) -> str:
-    """Return at most 12 digits of a commit from :func:`git_commit`, and whether files had changed."""
+    """Return at most 12 digits of a commit from :func:`git_commit`, and say if files had changed."""
     digits, changed, _ = commit.partition("+")
     return f"{digits[:12]} with local changes" if changed else digits[:12]
 

@@ -31,11 +31,11 @@ SHRUNK = 1  # number of failures per job to reduce to a smaller configuration
 
 
 class GPUError(RuntimeError):
-    """Error after which the process can't use the GPU. The message names the seed that caused it, or a later one."""
+    """Error after which the process can't use the GPU. The message names the seed that caused it, or a later seed."""
 
 
 class Job(NamedTuple):
-    """Seeds of one kind of configuration, for one process."""
+    """Seeds for one kind of configuration, to be checked by one process."""
 
     kind: str
     seeds: range

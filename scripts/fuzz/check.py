@@ -2,10 +2,10 @@
 
 The check runs the formula :data:`SAMPLES` more times, with random relative errors in each step that are as large as the
 library's rounding (:class:`~.formula.Rounding`). The changes in each element estimate the effect of rounding on that
-element. This effect is only large where terms cancel. An element may differ by :data:`LARGEST` times the standard
-deviation of these changes (taken from the element and its row), plus one unit in the last place. For the root mean
-square over all elements, the factor is :data:`MEAN`. In float32, a wrong token, sign or index exceeds these bounds by
-orders of magnitude. Memory that no kernel wrote is NaN.
+element. The effect of rounding is only large where terms cancel. An element may differ by :data:`LARGEST` times the
+standard deviation of these changes (taken from the element and its row), plus one unit in the last place. For the root
+mean square over all elements, the factor is :data:`MEAN`. In float32, a wrong token, sign or index exceeds these bounds
+by orders of magnitude. Memory that no kernel wrote is NaN.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def arrange(values: Tensor, layout: str) -> Tensor:
 
 
 class Draws:
-    """Random tensors for a configuration. They are the same on all devices."""
+    """Random tensors for a configuration, which are the same on all devices."""
 
     def __init__(self, config: Config, device: Any) -> None:
         self.config, self.device = config, device
@@ -317,7 +317,7 @@ class Draws:
         return arrange(values.to(self.device, getattr(torch, self.config.dtype)), layout or self.config.layout)
 
     def table(self, values: Tensor) -> Tensor:
-        """Lay out any other tensor in memory. With the layout "odd", the result is not contiguous."""
+        """Lay out a parameter or a table in memory. With the layout "odd", the result is not contiguous."""
         values = values.to(self.device)
         return pad(values.mT).mT if self.config.layout == "odd" and values.ndim > 1 else pad(values)
 

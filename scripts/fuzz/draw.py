@@ -28,7 +28,7 @@ class Limits(NamedTuple):
 
 
 class Dice(NamedTuple):
-    """Random number generators: ``variant`` for fields that select a compiled kernel, ``free`` for all other fields."""
+    """Random number generators: ``variant`` for fields that select a compiled kernel, and ``free`` for all others."""
 
     variant: Random
     free: Random

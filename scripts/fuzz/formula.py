@@ -5,7 +5,7 @@
     o_n = Σ_m [n sees m] β_m (q̂_n · k̂_m) v_m / z_n
     with a memory that forgets, block by block: S_f = g_f (I − [delta] Σ β k̂ k̂ᵀ) S_{f−1} + Σ β k̂ vᵀ
 
-This implementation follows the documentation, not the reference implementation. Its gradients come from autograd. A
+This implementation follows the documentation, not the reference implementation. Gradients come from autograd. A
 :class:`Rounding` adds random errors after each step in which an implementation may round. check.py measures the effect
 of these errors.
 """

@@ -29,7 +29,7 @@ OTHERS: dict[str, tuple[str, str]] = {
 
 
 def load_training(name: str, config: str) -> typer.Typer:
-    """Import a task, and return the task's command."""
+    """Import a task, and return its command."""
     from .config import command
 
     module, app = importlib.import_module(f".tasks.{name}", __package__), _new()
@@ -38,7 +38,7 @@ def load_training(name: str, config: str) -> typer.Typer:
 
 
 def load_other(name: str, module: str) -> typer.Typer:
-    """Import a module, and return the module's ``main`` as a command."""
+    """Import a module, and return its ``main`` function as a command."""
     from ..common.options import Command
 
     app = _new()

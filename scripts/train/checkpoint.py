@@ -54,7 +54,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def restore(model: M, state: dict[str, Any], *, average: bool = True) -> M:
     """Load the weights of a checkpoint into a model, and return the model in evaluation mode.
 
-    If ``average`` is True and the checkpoint has averaged weights, load those.
+    Load averaged weights if ``average`` is True and the checkpoint contains them.
     """
     model.load_state_dict(state.get("average", state["model"]) if average else state["model"])
     return model.eval()

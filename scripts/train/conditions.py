@@ -1,6 +1,6 @@
 """Conditions for a diffusion run: captions, class labels, precomputed text features, or none.
 
-A condition returns the inputs of the encoder for each sample, and builds the encoder. Checkpoints store its
+A condition builds the encoder, and returns the encoder's inputs for each sample. Checkpoints store the condition's
 ``settings``, so :func:`build_encoder` can rebuild the encoder without the data.
 """
 
@@ -52,7 +52,7 @@ class Condition(Protocol):
 
 
 def build_encoder(settings: dict[str, Any]) -> nn.Module | None:
-    """Build a condition's encoder from its settings. The checkpoint contains the weights and empty features."""
+    """Build a condition's encoder from its settings, without the checkpoint's weights and empty features."""
     kind = settings["kind"]
     if kind == "captions":
         return TextEncoder(settings["width"], settings["depth"], settings["heads"])
@@ -118,7 +118,7 @@ class Captions:
         return sent(self.tokens.numpy()[indices], device)
 
     def describe_held_out(self, train: Iterable[int], held_out: Iterable[int]) -> str:
-        """Report held-out captions that several samples share and the model never sees, or return "" if there are none.
+        """Report captions that several held-out samples but no training sample share, or return "" if there are none.
 
         ``train`` and ``held_out`` contain the indices of the training and held-out samples.
         """
@@ -130,7 +130,7 @@ class Captions:
         return f"Held out all samples of {plural(len(counts), 'caption')} for tests, including {', '.join(shared)}"
 
     def describe_cuts(self) -> str:
-        """Report how many captions :attr:`tokens` truncates, and how to avoid this. Return "" if it truncates none."""
+        """Report how many captions :attr:`tokens` truncates, and how to avoid this. Return "" if there are none."""
         lengths = [1 + len(caption.encode()) for caption in self.names]  # one token marks the start
         cut = sum(length > self.size.length for length in lengths)
         if not cut:

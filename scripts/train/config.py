@@ -45,7 +45,7 @@ def describe(
         text: help text of the option.
         free: whether the option does not affect the weights.
         least, below: the value must be at least ``least`` and less than ``below``.
-        off: whether 0 disables the option. Error messages then mention this.
+        off: whether 0 disables the option and error messages say so.
         panel: group of the option in --help. By default, it is the group in :class:`Training` for options of that
             class, "Model" for the names in :data:`MODEL_OPTIONS`, and "Data" for all others.
     """
@@ -166,7 +166,7 @@ class Training:
 
     @property
     def is_new(self) -> bool:
-        """Return whether --out has no checkpoint. If it has one, changed settings are reported before anything else."""
+        """Return whether --out has no checkpoint. If it has one, changed settings are reported first."""
         return not (self.out / "checkpoint.pt").exists()
 
     @property
@@ -183,12 +183,11 @@ class Training:
 
     @property
     def warmup_steps(self) -> int:
-        """Number of warm-up steps. With a cosine schedule, this is at most a tenth of the steps.
+        """Number of warm-up steps. With a cosine schedule, at most a tenth of the steps are warm-up steps.
 
         The cosine begins at step 0, so the learning rate would drop after a longer warm-up. With --seconds, the limit
-        is a fifth, because the run is planned after a tenth of its time. With a constant schedule, the warm-up does not
-        depend on the number of steps, so you can extend the run. With wsd, this also holds, unless the run is
-        shorter than the warm-up.
+        is a fifth, because the run is planned after a tenth of its time. With a constant schedule, or with wsd if the
+        run is longer than the warm-up, the warm-up does not depend on the number of steps, so you can extend the run.
         """
         if self.schedule == "constant" or (self.schedule == "wsd" and self.warmup < self.steps):
             return self.warmup
@@ -207,7 +206,7 @@ class Training:
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
-        """Reject an encoding that the model does not support. This is checked before anything is read or written.
+        """Reject an encoding that the model does not support. The check runs before anything is read or written.
 
         Args:
             build, arguments: function that builds the model, and the function's arguments. A single block is built on
@@ -247,7 +246,7 @@ def changed(name: str, default: Any, text: str | None = None, **about: Any) -> A
 
 
 def parse_betas(text: str, opt: str) -> tuple[float, ...]:
-    """Parse the betas for an optimiser, such as "0.9,0.95". "" means the default betas."""
+    """Parse the betas for an optimiser, such as "0.9,0.95". "" selects the default betas."""
     if not text:
         return ()
     about = get_optimizer_info(opt.lower().split("_")[-1])
@@ -281,8 +280,8 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
     ``per_head`` must divide the width of each head.
 
     Raises:
-        typer.BadParameter: for such a width. The message suggests the nearest widths with an even head_dim, which
-            rotations need.
+        typer.BadParameter: if the width can't be divided. The message suggests the nearest widths with an even
+            head_dim, which rotations need.
     """
     multiple, even = heads * per_head, heads * max(per_head, 2)
     if width % multiple:
@@ -299,7 +298,7 @@ def check_ignored(config: Any, names: str, reason: str) -> None:
 
     Args:
         names: names of the options, separated by spaces.
-        reason: why they have no effect, and what to do. "{option}" stands for the option.
+        reason: why they have no effect, and what to do. "{option}" is replaced by the name of the option.
 
     Raises:
         typer.BadParameter: if one of the options differs from its default.

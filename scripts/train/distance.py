@@ -1,8 +1,8 @@
 """Fréchet distance between the features of real and generated images, computed by torchmetrics.
 
 Standard FID uses features of a pretrained Inception network. You can pass your own network as ``features``. The default
-is a convolutional network with fixed random weights. With these features, the distance falls while a model learns. You
-can compare distances between runs on the same data, but not with published FIDs.
+is a convolutional network with fixed random weights. With these features, the distance falls as a model learns. You can
+compare distances between runs on the same data, but not with published FIDs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encodings of all tasks by name. These include all presets and registered schemes."""
+"""Encodings for all tasks by name, including all presets and registered schemes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def find_reference(settings: dict[str, Any], frames: int = 0) -> str:
 
 
 def explain_single_patch(reference: str) -> str:
-    """Return the error for a --reference grid of one patch."""
+    """Return the error for a --reference grid that has only one patch."""
     return (
         f"--reference {reference}: expected more than one patch, because a model trained on a single patch has seen "
         "only one position; pass the size that --weights were trained at"
@@ -257,7 +257,7 @@ class Backbone:
     Args:
         can: capabilities of the model: "axes" (more than one axis), "time" (three axes, the first of which is time),
             "caption" (text next to the image), "table" (a learned position table), "sincos" (a sinusoidal position
-            table), "memory" (linear attention whose denominator depends on the encoding).
+            table), and "memory" (linear attention whose denominator depends on the encoding).
         attentions: model arguments for each kind of attention.
         options: the encoding options that the model supports, or None for all.
     """

@@ -1,4 +1,4 @@
-"""The file history.csv, which contains the losses of a training run. Each log adds a row."""
+"""The file history.csv, which contains the losses of a training run. Each log entry adds a row."""
 
 from __future__ import annotations
 

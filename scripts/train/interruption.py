@@ -17,11 +17,11 @@ EVERY = 4  # number of steps between checks for signals in other processes
 
 
 class Interrupted(KeyboardInterrupt):
-    """Error that is raised when a training run was asked to stop, after the checkpoint is saved.
+    """Raised after saving a checkpoint if a training run was asked to stop.
 
     Args:
         message: text for the user.
-        number: number of the signal.
+        number: signal number.
     """
 
     def __init__(self, message: str, number: int) -> None:
@@ -45,7 +45,7 @@ def stop_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _handle_signals(receive: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals with a function. Only the main thread may do this; other threads change nothing."""
+    """Handle signals with a function. Only the main thread can set handlers; other threads change nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -58,7 +58,7 @@ def _handle_signals(receive: Callable[[int, FrameType | None], None], *numbers: 
 
 
 class Interruption:
-    """Handler of signals that ask a run to stop. All processes stop after the same step."""
+    """Handler for signals that ask a run to stop. All processes stop after the same step."""
 
     def __init__(self) -> None:
         self.number = 0

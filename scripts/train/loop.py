@@ -1,4 +1,4 @@
-"""The training loop of all tasks, with exact resuming. It uses accelerate, and timm's optimisers, schedules and EMA.
+"""Training loop of all tasks, with exact resuming, based on accelerate and timm's optimisers, schedules and EMA.
 
 A task turns its configuration into a :class:`.work.Work`, which contains a model, batches, a loss and an evaluation.
 
@@ -8,25 +8,25 @@ A task turns its configuration into a :class:`.work.Work`, which contains a mode
 **Exact resuming.** The data of a step and all of its random numbers are functions of (seed, step, process), and never
 depend on a generator's history. A checkpoint therefore only contains the weights, the EMA, the state of the optimiser
 with the learning rate, and the step. A run that is killed and resumed ends with the same weights as an uninterrupted
-run, if the number of processes is the same and, on a GPU, kernels are deterministic. Checkpoints are written to a new
-file and renamed. On SIGINT and SIGTERM, the loop saves a checkpoint after the current step. If you increase
+run, provided that both use the same number of processes and, on a GPU, deterministic kernels. Checkpoints are written
+to a new file and renamed. On SIGINT and SIGTERM, the loop saves a checkpoint after the current step. If you increase
 ``--steps``, a finished run continues. With a constant schedule, the result is the same as if the run had never stopped.
 
 **Time budgets.** With ``--seconds``, the first steps are not counted, because they include compilation. After a tenth
-of the time, the loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. It
-corrects the plan twice, based on the latest steps: halfway to the end, and halfway through the rest. If several runs
-should get the same time on one device, they share a file (``--turn``), so they compile in parallel but train one
+of the time, the loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. The
+loop corrects this plan twice, based on the latest steps: halfway to the end, and halfway through the rest. If several
+runs should get the same time on one device, they share a file (``--turn``), so they compile in parallel but train one
 at a time.
 
 **Several GPUs.** Run ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ...`` or ``accelerate launch``. The loop
 uses DDP, or FSDP2 with ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and
 micro-batches. A checkpoint is one file with unsharded tensors, regardless of the number of processes.
 
-**accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. The loop does not use
-three of its features. ``save_state`` writes a folder with the random states of each process (and a sharded model under
-FSDP). This would tie a run to the number of processes, and a kill between two files would leave an inconsistent folder.
-``skip_first_batches`` draws all earlier batches, whereas this loop computes a batch from its step number. The FSDP2
-plugin can't shard a second model, such as the EMA, in the same way.
+**accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. The loop avoids three of
+accelerate's features. ``save_state`` writes a folder with the random states of each process (and a sharded model under
+FSDP). Such a folder would tie a run to the number of processes, and a kill between two files would leave the folder
+inconsistent. ``skip_first_batches`` draws all earlier batches, whereas this loop computes a batch from its step number.
+The FSDP2 plugin can't shard a second model, such as the EMA, in the same way.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Trainer:
     Args:
         config: training options.
         accelerator: result of :func:`start`.
-        model: model on any device. If it has ``blocks``, FSDP2 shards each block as a unit.
+        model: model on any device. If the model has ``blocks``, FSDP2 shards each block as a unit.
         settings: result of :func:`.config.settings_of`. Resuming from a checkpoint with different settings raises an
             error.
     """
@@ -193,12 +193,12 @@ class Trainer:
         Args:
             steps: function that yields the samples of each step; see :mod:`.order`.
             batch: function (indices, draws) → micro-batch.
-            loss: function (model, micro-batch) → mean over the micro-batch. It is called under autocast.
+            loss: function (model, micro-batch) → mean over the micro-batch, called under autocast.
             validate: function that is called every ``config.validate_every`` steps and returns extra values for the
                 history.
             after_step: function that is called after each step and returns whether it did any work.
-            in_processes: whether to use processes instead of threads for the ``config.workers`` workers. Set this if
-                ``batch`` decodes files.
+            in_processes: whether to use processes instead of threads for the ``config.workers`` workers. Use processes
+                if ``batch`` decodes files.
         """
         config, accelerator = self.config, self.accelerator
         if self.is_finished:
@@ -242,7 +242,7 @@ class Trainer:
         finish_trackers(accelerator)
 
     def _save_alone(self) -> None:
-        """Save a checkpoint before a data error ends a single-process run. Other processes would not see it."""
+        """Save a checkpoint before a data error ends a single-process run. Other processes would not see the error."""
         if self.accelerator.num_processes == 1 and self.step and self.step % self.config.save_every:
             self.save()
 
@@ -268,7 +268,7 @@ class Trainer:
         """Compute the last step that fits into ``config.seconds``, and stretch the schedule to that step.
 
         ``done`` is the number of steps that this process has run. A resumed process keeps the plan in the checkpoint,
-        and only leaves its first step uncounted.
+        and only excludes its first step from the time budget.
         """
         if self.counted is None and done == (STARTING if self.last is None else 1):
             now = self._now()
@@ -349,7 +349,7 @@ class Trainer:
         }
 
     def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
-        """Add a row to the history. Return the mean loss since the last row of --log-every or --validate-every."""
+        """Add a row to the history. Return the mean loss since the last row due to --log-every or --validate-every."""
         loss = self._total() / (self.step - self.since)  # waits for the device
         now = time.perf_counter()
         if self.clock is not None:
@@ -387,7 +387,7 @@ class Trainer:
     # --- checkpoints
 
     def save(self) -> None:
-        """Save a checkpoint with unsharded tensors in one file. Only the first process writes it."""
+        """Save a checkpoint with unsharded tensors in one file. Only the first process writes the file."""
         state = {
             "format": FORMAT,
             "settings": self.settings,
@@ -469,7 +469,7 @@ class Trainer:
         return f"--{setting.replace('_', '-')}" if is_option else setting
 
     def _continue(self, steps: int) -> None:
-        """Extend a run of ``steps`` steps to ``config.steps``. Warn unless one long run would have the same rates."""
+        """Extend a run of ``steps`` steps to ``config.steps``. Warn unless one long run has the same learning rates."""
         config = self.config
         before = replace(config, steps=steps).build_schedule().list_rates(config.lr, self.step)
         same = before == self.schedule.list_rates(config.lr, self.step)

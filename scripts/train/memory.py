@@ -1,4 +1,4 @@
-"""Linear attention layers for `train recall`. Their state adds, forgets or overwrites values.
+"""Linear attention layers for `train recall`, whose state adds, forgets or overwrites values.
 
 Shapes: B batch, N tokens, C embed_dim, H heads, D head_dim.
 """
@@ -30,8 +30,8 @@ HALF_LIVES = 1.0, 16.0  # in frames, for the first and the last head
 class MemoryAttention(LrpeAttention):
     """Linear attention over frames like :class:`LrpeAttention`, with an additional gate for each token and head.
 
-    The gate is the sigmoid of a linear layer. It determines how strongly a token is written to the state. The weight of
-    the keys' norm is initially 1/√D, so a key's length is at most about 1. With the delta rule, a gate of 1 then
+    The gate is the sigmoid of a linear layer, and determines how strongly a token is written to the state. The weight
+    of the keys' norm is initially 1/√D, so a key's length is at most about 1. With the delta rule, a gate of 1 then
     replaces the value that was written with the same key, and :func:`limit_gate` keeps the state stable. In contrast,
     the delta rule of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame equally.
     """

@@ -72,7 +72,7 @@ def _read_result(trainer: Trainer) -> dict[str, Any]:
 def largest_rise(losses: Sequence[float]) -> float:
     """Return the largest amount by which the loss exceeds an earlier loss, or NaN if a loss is NaN.
 
-    If this is larger than the noise, the learning rate is too high.
+    If the rise is larger than the noise, the learning rate is too high.
     """
     return float(np.max(losses - np.minimum.accumulate(losses)))
 
@@ -93,7 +93,7 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
 
 
 def summarize(result: dict[str, Any], loss_unit: str = "") -> Table:
-    """Summarise a result's main numbers and evaluations as a table, leaving out evaluations of too many classes."""
+    """Summarise a result's main numbers and evaluations as a table, without evaluations that list too many classes."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
     evaluations = {name: value for name, value in result.items() if isinstance(value, dict) and len(value) <= LISTED}
     columns = list(dict.fromkeys(key for value in evaluations.values() for key in value if is_series(value[key])))
@@ -128,11 +128,11 @@ def is_series(value: Any) -> bool:
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Iterate over the ways to place tokens at unseen sizes. Set each one in the model, and yield its name.
+    """Iterate over the ways to place tokens at unseen sizes. Apply each way to the model, and yield its name.
 
     "extrapolated" uses one unit per token, and "rescaled" interpolates to the training grid, except along time if the
-    model streams. A model that was trained with a reference grid is only "rescaled", to that grid. A preset whose
-    positions are a table is only "extrapolated".
+    model streams. A model that was trained with a reference grid is only tested as "rescaled" to that grid. A preset
+    whose positions are a table is only tested as "extrapolated".
     """
     own, grid, made = model.reference, model.patch_embed.grid_size, EncodingStack(model.encoding).preset
     if getattr(model, "causal", None) is not None:

@@ -106,7 +106,7 @@ def load_frames(folder: str | Path, path: str | Path) -> Tensor:
         path: video file.
 
     Returns:
-        (1, 3, frames, size, size), on the CPU. The last frames are left out if they do not fill a tubelet.
+        the frames (1, 3, frames, size, size) on the CPU, without the last frames if they do not fill a tubelet.
 
     Raises:
         FileNotFoundError: if the folder has no weights, or is a file.

@@ -30,7 +30,7 @@ def pixels(images: Tensor) -> np.ndarray:
 
 
 def pad_together(images: Sequence[Tensor]) -> Tensor:
-    """Stack images or videos (3, [frames,] H, W) of different sizes. Smaller ones get white margins."""
+    """Stack images or videos (3, [frames,] H, W) of different sizes. Smaller images get white margins."""
     height, width = (max(x.shape[axis] for x in images) for axis in (-2, -1))
     padded = []
     for x in images:
@@ -89,7 +89,7 @@ def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray])
 def write_comparison(path: Path, trainings: dict[str, Path], captions: Sequence[int] = (1, 3, 5, 6)) -> None:
     """Save a 256-colour PNG that compares runs on the captions with the given indices.
 
-    The first row contains the held-out images. Below is one row per run, with the images for each caption in all
+    The first row contains the held-out images. Each run has a row below it, with the images for each caption in all
     settings.
     """
     loaded = {name: load(file) for name, file in trainings.items()}

@@ -58,8 +58,8 @@ def start_from(
 ) -> str:
     """Load all weights that fit the model, and print the names of the other weights.
 
-    If the weights come from a run with a different encoding than in ``settings``, print a line about this. ``options``
-    names the settings that determine the model.
+    Print a notice if the weights come from a run whose encoding differs from the one in ``settings``. ``options`` names
+    the settings that determine the model.
 
     The head, class and register tokens, and the encoding may differ. The norms of linear attention may be missing.
     Weights of a vision transformer are resampled to the model's sizes. Weights of an image model are inflated for a
@@ -69,8 +69,8 @@ def start_from(
         a hash of the weights.
 
     Raises:
-        typer.BadParameter: if the file is missing or has no weights, or the weights have a different architecture. In
-            these cases, the model is unchanged.
+        typer.BadParameter: if the file is missing or has no weights, or the weights have a different architecture. The
+            model is then unchanged.
     """
     found, before = _read(path)
     settings = settings or {}
@@ -142,8 +142,8 @@ def _find_trained_grid(before: dict[str, Any], weights: dict[str, Tensor]) -> tu
 def _describe_grids(trained: tuple[int, ...] | None, settings: dict[str, Any], *, is_run: bool) -> str | None:
     """Describe the trained patch grid if this training's grid may differ, or return None.
 
-    This training's --reference sets its grid. ``is_run`` is whether the weights come from a run, which records its grid
-    if it has one.
+    The option --reference sets the grid of this training. ``is_run`` states whether the weights come from a run, which
+    records its grid if it has one.
     """
     if "reference" not in settings or not has_coordinates(_part_of(settings, "model")):
         return None
@@ -188,7 +188,7 @@ def _count_heads(model: nn.Module) -> int | None:
 
 
 def _list_norms(model: nn.Module) -> list[str]:
-    """Return the names of the norms after linear attention. The weights of softmax layers do not include them."""
+    """Return the names of the norms after linear attention. The weights of softmax layers lack these norms."""
     attributes = [(getattr(m, "attention", None), getattr(m, "linear", None)) for m in model.modules()]
     if not any(attention == "linear" or linear is True for attention, linear in attributes):
         return []
@@ -245,14 +245,14 @@ def _explain_timm_weights(name: str) -> str:
 
 
 def _find_other_heads(before: dict[str, Any], num_heads: int | None) -> int | None:
-    """Return a run's number of heads if it differs from the model's. The shapes of the weights don't reveal this."""
+    """Return a run's number of heads if it differs from the model's. The shapes of the weights don't reveal it."""
     arguments = _part_of(before, "model")
     heads = arguments.get("num_heads", num_heads) if arguments else before.get("heads", num_heads)
     return None if num_heads in (None, heads) else heads
 
 
 def _part_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a nested entry in a run's settings, such as "model" or "condition", or {} if it is not a dictionary."""
+    """Return a nested dictionary in a run's settings, such as "model" or "condition", or {} if there is none."""
     found = settings.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -316,7 +316,7 @@ def _count_prefix(weights: dict[str, Tensor]) -> int:
 
 
 def _count_prefix_rows(weights: dict[str, Tensor]) -> int:
-    """Return how many rows of the position table belong to class and register tokens. A square table has none."""
+    """Return how many rows of the position table belong to class and register tokens: none if the table is square."""
     number = weights["pos_embed"].shape[1]
     return 0 if math.isqrt(number) ** 2 == number else _count_prefix(weights)
 
@@ -375,7 +375,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
 
 
 def export_weights(trainer: Trainer) -> None:
-    """Write the weights to model.safetensors. These are the averaged weights if there are any."""
+    """Write the averaged weights to model.safetensors, or the current weights if there are no averaged weights."""
     weights: dict[str, Any] = get_model_state_dict(trainer.averaged, options=WHOLE)  # gathered by all processes
     if trainer.accelerator.is_main_process:
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}

@@ -35,7 +35,8 @@ class Work:
         settings: settings, other than options, that affect the weights, such as model arguments and a hash of the data.
         test_digest: hash of the test data, if ``settings["digest"]`` only covers the training data.
         steps, batch, loss: see :meth:`.loop.Trainer.fit`.
-        evaluate: function that evaluates the trained model, and returns entries for result.json. All processes call it.
+        evaluate: function that all processes call to evaluate the trained model, and that returns entries for
+            result.json.
         validate: function that is called during training, and returns values for a row of the history.
         after_step: function to call after each step, for example to draw samples; see :meth:`.loop.Trainer.fit`.
         in_processes: whether workers are processes; see :meth:`.loop.Trainer.fit`.

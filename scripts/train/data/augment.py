@@ -39,7 +39,7 @@ def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> A
     Args:
         size: height and width, or one number for both.
         policy: augmentation policy of timm, such as rand-m9-mstd0.5-inc1, or "" for none.
-        scale: smallest area of a crop, as a fraction of the image's area. With 1, images are centre-cropped.
+        scale: smallest area of a crop, as a fraction of the image's area. If it is 1, images are centre-cropped.
 
     Raises:
         typer.BadParameter: if timm does not know the policy.

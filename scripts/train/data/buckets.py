@@ -91,7 +91,7 @@ class Sizes:
         train: training sizes, one of which is used for each batch.
         test: additional test sizes.
         multiple: number that must divide all heights and widths.
-        max_ratio: largest aspect ratio. With 1, images are cropped to squares.
+        max_ratio: largest aspect ratio. If it is 1, images are cropped to squares.
     """
 
     train: tuple[int, ...]

@@ -181,7 +181,7 @@ def decode(name: str, read: Read, path: Path) -> Image.Image:
 
 
 def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
-    """Return the height and width that an image in ``path`` has when upright. The image is not decoded."""
+    """Return the height and width of an image in ``path`` after it is rotated upright, without decoding it."""
     with _refuse_unreadable(name, path):
         return measure_image(read())
 

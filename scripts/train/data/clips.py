@@ -132,11 +132,11 @@ def load_labelled(
         size: height and width after centre-cropping to a square and resizing.
         parts, fold: if there is no test folder, one in ``parts`` videos is held out, based on a hash of the file name.
         cache: folder for decoded frames, shared by all runs.
-        only_held_out: whether to leave out the videos for training.
+        only_held_out: whether to omit the training videos.
 
     Raises:
         VideoError: if there is no such folder, there are too few classes, a class has no training videos, a video can't
-            be read, no videos are held out, or there are both a ``fold`` and a test folder.
+            be read, no videos are held out, or ``fold`` is passed although there is a test folder.
     """
     if len(paths) != 1 or not paths[0].is_dir():
         got = f"{len(paths)} paths" if len(paths) != 1 else "a file" if paths[0].exists() else "a missing folder"

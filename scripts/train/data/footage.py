@@ -1,4 +1,4 @@
-"""Videos for generative training. They may have captions or class labels."""
+"""Videos for generative training, optionally with captions or class labels."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Films:
 
 
 def find_films(path: Path, split: Split, condition: str) -> tuple[list[Path], Records]:
-    """Find the videos in a file or folder. Return their paths and records.
+    """Find the videos in a file or folder, and return their paths and records.
 
     The caption of NAME.mp4 is in NAME.txt. If there are no captions but several folders, each folder is a class.
     """
@@ -84,7 +84,7 @@ def open_films(path: Path, sizes: Sizes, split: Split, condition: str) -> tuple[
     """Decode the videos in a file or folder.
 
     Returns:
-        the videos, the buckets of all frames, and for each bucket the frames at the largest training size, as uint8
+        the videos, the buckets of all frames, and, for each bucket, the frames at the largest training size, as uint8
         (F, 3, height, width).
     """
     files, records = find_films(path, split, condition)

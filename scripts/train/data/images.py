@@ -77,7 +77,7 @@ class Images:
 class Labelled:
     """Training images (in memory or as a stream), test images, the number of classes, and the class names if known.
 
-    ``read_test`` reads the test images at another size. It is None for idx files, whose images all have one size.
+    ``read_test`` reads the test images at another size, and is None for idx files, whose images all have one size.
     """
 
     train: Images | LabelledStream
@@ -116,7 +116,7 @@ def load_images(
     Args:
         path: folder of images; see ``REMEDY``.
         size: height and width after centre-cropping and resizing. Images in idx files stay unchanged.
-        test_size: the same for test images. None means ``size``.
+        test_size: height and width of the test images. None means ``size``.
         dataset: name for ``timm.data.create_dataset``, such as "torch/cifar10", with ``path`` as its root. The dataset
             must already be downloaded.
         limit: maximum number of training images and of test images. Every call makes the same random choice.
@@ -206,7 +206,7 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
 
 
 def list_folder(path: Path) -> tuple[FileSource, FileSource]:
-    """Return the training and test files: those in train/CLASS and val/CLASS, or a random split of those in CLASS."""
+    """Return the training and test files, from train/CLASS and val/CLASS or as a random split of the files in CLASS."""
     check_folder(path)
     tests = [path / name for name in TEST_FOLDERS if (path / name).is_dir()]
     roots = [path / "train", tests[0]] if (path / "train").is_dir() and tests else [path]
@@ -279,7 +279,7 @@ def _reader(
 
 
 def check_memory(num: int, size: Size) -> None:
-    """Raise an error if so many RGB images of this size do not fit into memory."""
+    """Raise an error if this many RGB images of this size do not fit into memory."""
     height, width = (size, size) if isinstance(size, int) else size
     if (needed := num * 3 * height * width) > MEMORY:
         raise ImageError(

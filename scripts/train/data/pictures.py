@@ -1,4 +1,4 @@
-"""Images for generative training, decoded on demand. They may have captions or class labels."""
+"""Images for generative training, decoded on demand, optionally with captions or class labels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Pictures:
         records: names and conditions of the images.
         open: function that returns the RGB image with a given index.
         measure: function that returns the height and width of the image with a given index.
-        content: for a stream, a hash that describes the content.
+        content: hash that identifies the content of a stream.
     """
 
     records: Records
@@ -98,7 +98,8 @@ def open_pictures(
             val/CLASS/*.png, idx files as in MNIST, an .npz with images (N, H, W[, 3]) and labels (N,), images without
             captions or labels, or a path for :func:`.streams.open_source`.
         split: how many images to use, and which to hold out.
-        condition: one of ``CONDITIONS``. "auto" uses captions if there are any, or else classes if there are any.
+        condition: one of ``CONDITIONS``. "auto" uses captions if there are any, otherwise classes, and otherwise
+            neither.
         without: boolean field of the caption table. Rows in which this field is true are left out.
         label: field of a table or a stream that contains the class.
 
@@ -121,7 +122,7 @@ def load_classes(
     path: Path, size: Size, test_size: Size | None = None, *, label: str, parts: int = 5, without: str = "",
     limit: int | None = None,
 ) -> Labelled:  # fmt: skip
-    """Load the images listed in a table into memory. The field ``label`` is the class.
+    """Load the images listed in a table into memory. The field ``label`` contains the class.
 
     ``size`` and ``test_size`` are as in :func:`.images.load_images`. An image is in the test set if a hash of its file
     name is 0 modulo ``parts``.

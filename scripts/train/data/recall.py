@@ -30,10 +30,10 @@ DRAWS = 4  # random numbers per token, for its role, its key, its value (or the 
 
 @dataclass(frozen=True)
 class Symbols:
-    """Numbers of symbols, and numbers of tokens per frame that write or ask.
+    """Number of different symbols, and number of tokens per frame that write or ask.
 
     Args:
-        keys, values: number of different keys, and of different values.
+        keys, values: number of different keys and number of different values.
         writes: number of tokens per frame that write, at most ``keys``.
         questions: number of questions of each kind per frame. There are fewer place lookups if fewer tokens have
             an answer, and no key lookups before the first write.
@@ -136,7 +136,7 @@ def _targets(values: np.ndarray) -> np.ndarray:
 
 
 def _choose(possible: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """For each row of ``possible`` (n, columns), choose a random True column. Return its index, or -1 for none."""
+    """For each row of ``possible`` (n, columns), return the index of a random True column, or -1 if there is none."""
     number = possible.sum(-1)
     wanted = (random * number).astype(np.int64)[:, None]
     return np.where(number > 0, (possible & (possible.cumsum(-1) == wanted + 1)).argmax(-1), -1)

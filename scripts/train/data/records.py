@@ -52,7 +52,7 @@ def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, class
 
 
 def average_by_class(right: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
-    """Return the accuracy in % of each class in ``labels`` (N,), given whether each sample is ``right`` (N,)."""
+    """Return the accuracy in % of each class in ``labels`` (N,), where ``right`` (N,) marks correct answers."""
     numbers: list[int] = np.unique(labels).tolist()
     return {classes[i]: 100 * right[labels == i].mean().item() for i in numbers}
 
@@ -79,7 +79,7 @@ def describe_few(noun: str, held_out: np.ndarray, labels: np.ndarray, classes: S
 
 @dataclass(frozen=True)
 class Records:
-    """Names of samples, and the captions or classes of these samples.
+    """Names of samples, with their captions or classes.
 
     Args:
         names: unique name of each sample.
@@ -121,9 +121,10 @@ class Records:
         """Return a mask (N,) of the held-out samples. If the data has a test set, its samples are held out.
 
         Otherwise, a sample is held out if a hash of its caption (or of its name, if there are no captions) is ``fold``
-        modulo ``parts``. Samples with equal captions are never separated. Equal images with different captions may be
-        separated, and so may captions that only differ after the maximum text length. If no sample of a small dataset
-        meets this condition, the sample with the smallest hash is held out.
+        modulo ``parts``. Samples with equal captions are either all held out or all used for training. Equal images
+        with different captions may be split between training and testing, and so may captions that only differ after
+        the maximum text length. If no sample of a small dataset meets this condition, the sample with the smallest hash
+        is held out.
 
         Raises:
             typer.BadParameter: if all samples are held out, or the data's test set is empty.

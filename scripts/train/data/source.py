@@ -81,7 +81,7 @@ class Source:
         train, held_out: indices of the training and held-out samples.
         digest: hash of the data.
         latents: content of latents.json if the values are latents, or None.
-        num_train_sizes: number of training sizes. These are the first sizes of ``values``.
+        num_train_sizes: number of training sizes, which come first in the sizes of ``values``.
     """
 
     values: Values
@@ -103,7 +103,7 @@ class Source:
         return buckets.order(batch, seed)
 
     def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
-        """Return the values and conditions of training samples. Numbers from ``len(train)`` on select the next size."""
+        """Return the values and conditions of training samples. ``numbers // len(train)`` selects the training size."""
         turn = int(numbers[0]) // len(self.train)
         return self.batch(self.train[numbers % len(self.train)], self.train_sizes[turn], draws)
 
@@ -149,7 +149,7 @@ class Encoding(NamedTuple):
     """Encoders for the conditions.
 
     Args:
-        size: size of the caption encoder. Class embeddings have the same width.
+        size: size of the caption encoder, whose width is also the width of class embeddings.
         features: output folder of ``train features``, to use instead of a caption encoder.
     """
 

@@ -22,8 +22,8 @@ def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any,
     """Open a stream. Return records, a function that decodes an image, a function that returns its size, and a hash.
 
     Args:
-        condition: one of :data:`.records.CONDITIONS`. "auto" uses captions if there are any, or else classes if there
-            are any.
+        condition: one of :data:`.records.CONDITIONS`. "auto" uses captions if there are any, otherwise classes, and
+            otherwise neither.
         label: field that contains the class. The default is .cls in shards, or the ClassLabel of a dataset.
 
     Raises:

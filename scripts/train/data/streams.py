@@ -42,7 +42,7 @@ class StreamError(typer.BadParameter):
 
 
 class Source(Protocol):
-    """Samples by index. Each sample is a dict with the fields image, label and caption, and other fields by name."""
+    """Samples by index. Each sample is a dict that may contain an image, a label, a caption and other named fields."""
 
     @property
     def fields(self) -> set[str]:
@@ -58,7 +58,7 @@ class Source(Protocol):
         ...
 
     def locate(self, index: int) -> str:
-        """Describe where a sample is, for an error message."""
+        """Describe where a sample is stored, for an error message."""
         ...
 
     def list_keys(self) -> list[str]:
@@ -142,7 +142,7 @@ def open_image(content: bytes | Path | Image.Image) -> Image.Image:
 
 
 def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
-    """Return the height and width that an image has when upright. The image is not decoded."""
+    """Return the height and width of an image after it is rotated upright, without decoding it."""
     image = content if isinstance(content, Image.Image) else Image.open(
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
@@ -560,9 +560,9 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
 
 
 def hold_out(keys: Sequence[str], parts: int, fold: int = 0) -> np.ndarray:
-    """Return a mask (N,) of the samples to hold out for testing. Their hash is ``fold`` modulo ``parts``.
+    """Return a mask (N,) of the samples to hold out for testing: those whose hash is ``fold`` modulo ``parts``.
 
-    If you add samples, the existing samples stay in their parts, so classes may be held out unevenly.
+    Existing samples stay in their parts when you add samples, so the held-out fraction may differ between classes.
     """
     return np.array([zlib.crc32(key.encode()) % parts == fold for key in keys], bool)
 

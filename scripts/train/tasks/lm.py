@@ -6,7 +6,7 @@
 
 TEXT is a file, or a folder of .txt and .md files. docs/text.md explains how to get Shakespeare's plays. The command
 writes checkpoint.pt, history.csv, result.json and evaluation.csv (bits per byte, including at longer lengths) to the
-run's folder. Run it again to resume an interrupted run.
+run's folder. Run the same command again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class LmTraining(Training):
     On two CPU cores, in two minutes: lrpe-md train lm --data TEXT --out runs/tiny --size tiny
     --length 64 --lengths 64,128 --batch 16 --steps 2000 --lr 1e-2
 
-    Cost: 9.5 M parameters. 1,000 steps with 64 windows of 512 bytes each take 2e15 floating-point operations. They take
-    less than a minute on an H200 shared with two or three other runs.
+    Cost: 9.5 M parameters. 1,000 steps with 64 windows of 512 bytes each take 2e15 floating-point operations. The steps
+    take less than a minute on an H200 shared with two or three other runs.
 
     Expect: 1.85 bits per byte on Shakespeare's plays at the training length. For longer sequences, see
     docs/results/ablate-lm.md.
@@ -311,8 +311,8 @@ def measure(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the bits per byte at each length. The longest length is also split into ranges of positions.
 
-    In a row for a complete length, first is 0 and last is ``length``. If a length exceeds the training length, a
-    scaling stretches by length / training length.
+    In a row for a complete length, first is 0 and last is ``length``. At lengths beyond the training length, a scaling
+    uses the factor length / training length.
     """
     rows = []
     text = text.to(accelerator.device)

@@ -5,16 +5,15 @@
 
 Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`), so no dataset is needed.
 Every token attends to its own frame and to earlier frames. Loss and accuracy only include tokens that ask. The model is
-trained at one size. It is tested at the same size, with 2, 4 and 8 times the frames, and with twice the height and
-width.
+trained at one size, and tested at the same size, with 2, 4 and 8 times the frames, and with twice the height and width.
 
-- **Key lookups depend on content.** A layer can answer these without positions. In longer videos, the latest value
-  for a key must replace older values. "add" blurs all values, "decay" prefers recent values, and "delta" overwrites
-  values.
+- **Key lookups depend on content.** A layer can answer key lookups without positions. In longer videos, the latest
+  value for a key must replace older values. "add" blurs all values, "decay" prefers recent values, and "delta"
+  overwrites values.
 - **Place lookups depend on positions.** Without positions, the answer looks like any other value.
 
-The command writes checkpoint.pt, history.csv and result.json to the run's folder. Run it again to resume an interrupted
-run.
+The command writes checkpoint.pt, history.csv and result.json to the run's folder. Run the same command again to resume
+an interrupted run.
 """
 
 from __future__ import annotations
@@ -65,7 +64,8 @@ class RecallTraining(Training):
     Cost: 19,000 parameters. 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 
     Expect: at the training size, an accuracy of 99% or more on key lookups and 52% to 56% on place lookups. At 64
-    frames, key lookups reach 83% to 97% (three seeds). Without positions, expect 100% and 24% (one seed).
+    frames, key lookups reach 83% to 97% (three seeds). Without positions, key lookups reach 100% and place lookups 24%
+    (one seed).
     """
 
     backbone: ClassVar[Backbone] = RECALL

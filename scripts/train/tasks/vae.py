@@ -4,7 +4,7 @@
     lrpe-md train latents --vae runs/vae --data FOLDER --size 32 --out latents
 
 The command writes checkpoint.pt, history.csv, result.json, reconstructions.png and vae/, which diffusers can load, to
-the run's folder. Run it again to resume an interrupted run.
+the run's folder. Run the same command again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class VaeTraining(GenerativeTraining):
 
     Cost: 1.7 M parameters by default.
 
-    Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE. Training one requires a
-    perceptual loss and a discriminator, which this program doesn't have.
+    Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE. Training on photographs
+    requires a perceptual loss and a discriminator, which this program doesn't have.
     """
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})

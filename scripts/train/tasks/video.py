@@ -6,7 +6,7 @@
 
 With ``--task labels``, FOLDER contains either CLASS/*.mp4, where one in --parts videos is held out, or
 train/CLASS/*.mp4 and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors
-to the run's folder. Run it again to resume an interrupted run.
+to the run's folder. Run the same command again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class VideoTraining(Training):
     Command: lrpe-md train video --data FOLDER --out runs/order --task order --precision bf16 --compile
 
     Cost: a step shows each of --batch clips with two labels. By default, a model with 2.7 M parameters trains for
-    1,500 steps of 64 × 288 tokens. This takes 35 to 70 seconds on an H200 shared with six other runs, and hours on a
-    CPU. Decoded frames take 7 kB each at 48×48, and another 12 kB each at the test size, 64×64.
+    1,500 steps of 64 × 288 tokens. Training takes 35 to 70 seconds on an H200 shared with six other runs, and hours on
+    a CPU. Decoded frames take 7 kB each at 48×48, and another 12 kB each at the test size, 64×64.
 
     Expect: with --encoding none or space-only, the accuracy is exactly at chance level (50% for arrow, 4.2% for order)
     at any length, except for ties, because these models can't see the order of frames. Cosine without a phase is also
@@ -241,8 +241,8 @@ def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, An
 def motion(x: Tensor) -> Tensor:
     """Subtract the mean frame from clips (B, 3, T, H, W), and divide by the standard deviation.
 
-    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. The result does not
-    reveal the order of the frames.
+    Subtracting the mean emphasises motion, because neighbouring frames only differ by a few percent of the signal. The
+    result does not reveal the order of the frames.
     """
     x = x - x.mean(2, keepdim=True)
     return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # avoids amplifying noise in a still clip
@@ -416,7 +416,7 @@ def find_right(
 def read_clip(path: Path, settings: dict[str, Any], *, whole: bool = False) -> Tensor:
     """Return a video's central clip (1, 3, frames, size, size), prepared as in tests of a run with these settings.
 
-    whole: instead of the central clip, return all frames, --every apart and in whole tubelets.
+    whole: whether to return all frames (spaced by --every, in whole tubelets) instead of the central clip.
     """
     read_size = max(settings["size"], settings.get("test_size", 0))  # earlier versions read clips at the largest size
     frames, first = decode(path, read_size), np.zeros(1, np.int64)
