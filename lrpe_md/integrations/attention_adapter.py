@@ -416,7 +416,7 @@ def adapt_attention(
     Self-attention modules encode q and k just before they call ``torch.nn.functional.scaled_dot_product_attention``.
     The model's weights, their names, hooks and classes stay the same. An adapted model works under checkpointing,
     autocast, ``torch.compile``, DDP and FSDP2, and can be copied and pickled. Learned frequencies are parameters at
-    ``model.encoding``, so call this before you build the optimizer. Position embeddings that the model adds to its
+    ``model.encoding``, so call this before you build the optimiser. Position embeddings that the model adds to its
     tokens remain, unless you remove them yourself.
 
     Args:

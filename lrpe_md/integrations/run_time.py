@@ -66,7 +66,7 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
 def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     """Prepare the changes of :func:`set_scaling`, so that ``prepare_scaling(...).apply()`` in a loop costs one launch.
 
-    The result depends on the current frequencies and device, so call this again after an optimizer step or ``.to``.
+    The result depends on the current frequencies and device, so call this again after an optimiser step or ``.to``.
 
         steps = [prepare_scaling(dit, (partial(dype_ntk_scaling, factor=2.0, time=t),) * 2) for t in times]
         for step, t in zip(steps, times):

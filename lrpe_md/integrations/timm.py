@@ -418,7 +418,7 @@ def adapt(
     """Convert a timm VisionTransformer to an :class:`LrpeVisionTransformer` in place, and return it.
 
     Only the classes of the model, its patch embedding and its attention layers change. Parameters, hooks, and
-    optimizers that hold the parameters stay the same. You can adapt a model more than once. The supported input sizes
+    optimisers that hold the parameters stay the same. You can adapt a model more than once. The supported input sizes
     also stay the same, so for inputs of any size, create the model with ``dynamic_img_size=True``.
 
     Args:
