@@ -185,8 +185,8 @@ def check_frequencies(name: str, omega: Tensor) -> None:
     check_precise(name, omega.dtype)
     if omega.requires_grad:
         raise ValueError(
-            f"{name}: expected a tensor that doesn't require gradients, because a module owns its frequencies; return "
-            "tensor.detach(), and pass learnable=True to learn them"
+            f"{name}: expected a tensor that doesn't require gradients, because the module owns its frequencies; "
+            "return tensor.detach(). To learn the frequencies, pass learnable=True"
         )
     if can_read(omega) and not omega.isfinite().all():
         raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")

@@ -96,7 +96,7 @@ def main(
         float | None,
         typer.Option(max=1, callback=positive, help="Text: top-p for nucleus sampling. (default: 0.95)"),
     ] = None,
-    scaling: Annotated[str | None, typer.Option(help="Text: scaling to the new length: linear, ntk or yarn.")] = None,
+    scaling: Annotated[str | None, typer.Option(help="Text: scaling for longer text (linear, ntk or yarn).")] = None,
     size: Annotated[
         str | None, typer.Option(help="Images: size in pixels, SIDE or HEIGHTxWIDTH. (default: the training size)")
     ] = None,
@@ -108,11 +108,13 @@ def main(
         str | None, typer.Option(help="Images: prompt or class to steer away from. (default: the empty condition)")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Images: number of sampling steps. (default: 50)")] = None,
-    sampler: Annotated[str | None, typer.Option(help=f"Images: {', '.join(SAMPLERS)}. (default: heun)")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help=f"Images: sampler ({', '.join(SAMPLERS)}). (default: heun)")
+    ] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Images: number of images per prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
-        typer.Option(help="Images: positions at other sizes, rescaled or extrapolated. (default: rescaled)"),
+        typer.Option(help="Images: positions at other sizes (rescaled or extrapolated). (default: rescaled)"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN, then sheet-2.png, ...)")
@@ -130,7 +132,8 @@ def main(
     npz: Annotated[
         Path | None,
         typer.Option(
-            help="Images: .npz file for --count samples. arr_0 is uint8 (N, [frames,] H, W, 3). arr_1 has the labels."
+            help="Images: .npz file for --count samples. arr_0 is uint8 (N, [frames,] H, W, 3). "
+            "arr_1 contains the labels."
         ),
     ] = None,
 ) -> None:
@@ -166,8 +169,8 @@ def check_unconditional(condition: dict[str, Any]) -> None:
     classes = condition.get("classes")
     wanted = f"a class, such as --prompt {shlex.quote(classes[0])}" if classes else "--prompt TEXT"
     raise typer.BadParameter(
-        f"--prompt: expected at least one for a run of `train diffusion`, got none; pass {wanted}, or --prompt '' for "
-        "images without a prompt"
+        f"--prompt: expected at least one prompt for a run of `train diffusion`, got none; pass {wanted}, or --prompt "
+        "'' for images without a prompt"
     )
 
 

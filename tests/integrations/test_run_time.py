@@ -336,7 +336,7 @@ def test_errors_of_places_in_models():
     model = dit(num_axes=3, patch_size=(1, 2, 2))
     set_places(model, 0, torch.arange(4.0))
     model.positions = lambda *_: Coordinates(torch.zeros(8, 3))
-    with pytest.raises(ValueError, match=r"places: expected None for axes \[0\], because positions are a table"):
+    with pytest.raises(ValueError, match=r"places: expected None for axes \[0\], because the positions are not a Grid"):
         model(torch.randn(1, 3, 2, 4, 4), torch.tensor([0.4]))
 
 

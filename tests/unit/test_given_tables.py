@@ -272,7 +272,7 @@ def test_refused_for_q_and_k_and_for_cosine():
         rotate(Q, K, tables=(COS.expand(1, 4, 12, 8),) * 2)
     with pytest.raises(ValueError, match=r"last dimension of 8 \(channels\), got \(12, 16\)"):
         cosine(X, tables=(torch.ones(12, 16),) * 2)
-    with pytest.raises(ValueError, match=r"k: expected the same batch, tokens"):
+    with pytest.raises(ValueError, match=r"k: expected q's batch size, number of tokens"):
         rotate(Q, K[:, :, :5], tables=TABLES)
 
 
