@@ -151,7 +151,7 @@ def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
         if combined or bool((used.sum(-1) > 1).any()) or (used.shape[-1] > 1 and bool((used != (trained != 0)).any())):
             raise ValueError(
                 "scaling: expected frequencies with one axis per channel, the same for all heads, got "
-                f"{'mixed frequencies' if combined else 'different axes in different heads'} in {path}; build this "
+                f"{'mixed frequencies' if combined else 'axes that differ between heads'} in {path}; build this "
                 "encoding with axial frequencies, or move its positions with set_places"
             )
         known[trained.device] = [column.nonzero()[:, 0] for column in used.unbind(-1)]

@@ -36,7 +36,7 @@ from timm.models import vision_transformer as timm_vit
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..checks import a_or_an, check_one_of, check_reference, repeat_over_layers
+from ..checks import a_or_an, check_one_of, check_reference, join_names, repeat_over_layers
 from ..engine.core.call import Act
 from ..engine.encode.views import split_qkv
 from ..engine.linear.call import NormalizerName
@@ -516,7 +516,8 @@ def _attentions(model: Any) -> list[list[Any]]:
         inside = [m for m in block.modules() if type(m) is Attention or isinstance(m, LrpeAttention)]
         if type(block) not in BLOCKS or not inside:
             raise ValueError(
-                f"model: expected blocks of type {' or '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got "
+                f"model: expected blocks of type {join_names((b.__name__ for b in BLOCKS), 'or')} with timm's "
+                "Attention, got "
                 f"blocks[{i}] of type {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
             )
         for m in inside:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..checks import suggest
+from ..checks import join_names, suggest
 from ..frequencies.axial import check_split
 from ..frequencies.scalings import ntk_scaling
 from ..positions.sequences import Tokens
@@ -569,7 +569,7 @@ def preset(
     changes = {key: value for key, value in changes.items() if value is not None}
     for key in sorted(changes.keys() - frequencies.takes):
         raise ValueError(
-            f"{key}: expected None, because {name} only accepts {' and '.join(sorted(frequencies.takes))}, "
+            f"{key}: expected None, because {name} only accepts {join_names(sorted(frequencies.takes), 'and')}, "
             f"got {changes[key]!r}"
         )
     changes.pop("seed", None)

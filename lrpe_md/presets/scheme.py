@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_frequencies, check_precise, plural
+from ..checks import check_at_least, check_frequencies, check_precise, join_names, plural
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -456,7 +456,8 @@ class Preset:
             taken = list(inspect.signature(scheme.grid).parameters)[1:]
             for option in options.keys() - set(taken):
                 raise TypeError(
-                    f"{option}: expected {' or '.join(taken) or 'no options'} for {self.name}'s grids, got {option}="
+                    f"{option}: expected {join_names(taken or ['no options'], 'or')} for {self.name}'s grids, got "
+                    f"{option}="
                     f"{options[option]!r}; leave out {option}, or use a Scheme whose grid function has this argument"
                 )
         shapes = [tuple(s) for s in segments if isinstance(s, (tuple, list))]

@@ -222,7 +222,7 @@ ERRORS = {
     "over omega": (lambda: over_omega(), "out: expected memory that doesn't overlap omega"),
     "over coordinates": (lambda: over_coordinates(), "out: expected memory that doesn't overlap coords"),
     "start alone": (lambda: call(Q, K, None, out_start=torch.tensor(0)), "out_start: expected None without out"),
-    "a number": (lambda: call(Q, K, (None, K.clone()), out_start=2), "out_start: expected a tensor .* got int"),
+    "a number": (lambda: call(Q, K, (None, K.clone()), out_start=2), "out_start: expected an integer tensor"),
     "floats": (
         lambda: call(Q, K, (None, K.clone()), out_start=torch.tensor(0.0)), "out_start: expected int32 or int64",
     ),

@@ -164,7 +164,7 @@ BAD = {
         lambda f: [(f / "metadata.jsonl").unlink(), load(f)],
     ),
     "text without image": (
-        r"1 captions without an image: purple.txt",
+        r"1 caption without an image: purple.txt",
         lambda f: [
             (f / "metadata.jsonl").unlink(),
             _break(f, **{f"{p.stem}.txt": "" for p in f.glob("*.png")}, **{"purple.txt": ""}),

@@ -716,7 +716,7 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
         (
             "labels",
             [],
-            "--prompt: expected at least one for a run of `train diffusion`, got none; pass a class, such as",
+            "--prompt: expected at least one prompt for a run of `train diffusion`, got none; pass a class, such as",
         ),
         ("labels", ["--prompt-file", "absent.txt"], "--prompt-file absent.txt: can't be read as text"),
     ],

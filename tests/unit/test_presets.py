@@ -526,7 +526,7 @@ BAD = {
         r"split: expected a share for each of wan's 3 axes, got \(1, 1\)", lambda: preset("wan", split=(1, 1)),
     ),
     "seed of what is not random": (
-        r"seed: .*eva02 only accepts base and scaling and split", lambda: preset("eva02", seed=3),
+        r"seed: .*eva02 only accepts base, scaling and split", lambda: preset("eva02", seed=3),
     ),
     "crop of a sliver": (
         r"start, stop: the last of 2 positions.*= 8.*start = 14",
@@ -595,7 +595,7 @@ def test_options_have_an_effect_or_are_refused(name):
     for option in {o for options in OPTIONS.values() for o in options} | {"prefix", "reach"}:
         if option not in own:
             with pytest.raises(
-                TypeError, match=rf"{option}: expected (\w+( or \w+)*|no options) for {name}'s grids, got"
+                TypeError, match=rf"{option}: expected (\w+((, \w+)* or \w+)?|no options) for {name}'s grids, got"
             ):
                 plain.positions(shape, **{option: 2})
 

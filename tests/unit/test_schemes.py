@@ -386,9 +386,7 @@ def test_positions_that_a_scheme_does_not_support():
         preset(replace(OWN, tokens=None, tokens_start=None, grid=FUNCTIONS["cells"])).positions(1, (3, 4))
     skip = PresetMd(Scheme("", 8, Axial((1, 1)), tokens=Tokens(0, "skip")))
     assert skip.positions(1, (3, 4)) == Grid((3, 4), prefix=1)
-    with pytest.raises(
-        TypeError, match=r"fps: .* grids accept no options, got 3; leave out fps, or use a Scheme whose"
-    ):
+    with pytest.raises(TypeError, match=r"fps: .* grids, got fps=3; leave out fps, or use a Scheme whose"):
         module.positions((3, 4), fps=3)
 
 
