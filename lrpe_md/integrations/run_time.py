@@ -99,7 +99,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
         raise ValueError(f"model: expected a model with image or video encodings, found none in {type(model).__name__}")
     for path, module in modules.items():
         if not 0 <= axis < module.num_axes:
-            raise ValueError(f"axis: expected a number from 0 to {module.num_axes - 1} ({path}), got {axis}")
+            raise ValueError(f"axis: expected a number from 0 to {module.num_axes - 1} for {path}, got {axis}")
     for module in modules.values():
         module.set_places(axis, places)
 

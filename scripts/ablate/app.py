@@ -193,8 +193,8 @@ def select_encodings(
             backbone.split_attention(kind, "--encoding")
         if slash and attention and kind not in attention:
             raise typer.BadParameter(
-                f"--encoding {kind}/{name}: expected a kind of attention from --attention, one of "
-                f"{', '.join(attention)}; leave out --attention, or add --attention {kind}"
+                f"--encoding {kind}/{name}: expected a kind of attention in --attention "
+                f"({', '.join(attention)}); leave out --attention, or add --attention {kind}"
             )
     with_attention = pairs and all(slash for _, slash, _ in pairs)
     compared = task.full.compared if full and task.full else task.compared

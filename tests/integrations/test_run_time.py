@@ -667,7 +667,7 @@ def test_errors():
     for axis in (True, 0.5):
         with pytest.raises(ValueError, match="axis: expected a number from 0 to 1"):
             RotateMd(16, 2).set_places(axis, torch.ones(4))
-    with pytest.raises(ValueError, match=r"axis: expected a number from 0 to 1 \(encoding\), got 2"):
+    with pytest.raises(ValueError, match=r"axis: expected a number from 0 to 1 for encoding, got 2"):
         set_places(dit(), 2, torch.arange(3.0))
     with pytest.raises(ValueError, match=r"places: expected a 1-D tensor of real numbers, or None, got .*\(2, 2\)"):
         set_places(dit(), 0, torch.zeros(2, 2))

@@ -711,7 +711,7 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
             ["--scale", "2"],
             "--scale: has no effect, because this run was trained without captions or classes",
         ),
-        ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
+        ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3 and None"),
         ("labels", ["--prompt", "red", "--sampler", "ddim"], "--sampler: unknown 'ddim'"),
         (
             "labels",

@@ -79,7 +79,7 @@ BAD = {
         lambda: cosine(x, omega=omega, positions=grid, amplitude=torch.ones(4)),
     ),
     "amplitude of other heads": (
-        ValueError, r"amplitude: expected 1 head or omega's 2, got 4",
+        ValueError, r"amplitude: expected 1 head, or 2 like omega, got 4",
         lambda: cosine(x, omega=torch.rand(2, 8, 2), positions=grid, amplitude=torch.ones(4, 8)),
     ),
     "amplitude in bfloat16": (
@@ -251,7 +251,7 @@ BAD = {
         ValueError, r"phase", lambda: cosine(x, omega=omega, positions=grid, phase=torch.rand(1, 4)),
     ),
     "phase of other heads": (
-        ValueError, r"phase: expected 1 head or omega's 4",
+        ValueError, r"phase: expected 1 head, or 4 like omega",
         lambda: cosine(x, omega=torch.rand(4, 8, 2), positions=grid, phase=torch.rand(2, 8)),
     ),
     "positions no positions": (

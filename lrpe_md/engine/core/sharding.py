@@ -113,8 +113,8 @@ def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True
     """
     if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
         raise ValueError(
-            "norm.weight: expected one weight for all tokens, because sharded tokens have Coordinates, got one per "
-            "group; use a Grid, or redistribute x"
+            "norm.weight: expected one weight for all tokens, because the tokens are sharded and have Coordinates, got "
+            "one per group; use a Grid, or redistribute x"
         )
     shards: list[Tensor | None] = []
     for t in weights:

@@ -92,8 +92,8 @@ def validate(
         first_name, first = head_tensors[0]
         if t.shape[0] != first.shape[0]:
             raise ValueError(
-                f"{name}: expected 1 head or {first_name}'s {first.shape[0]}, got {t.shape[0]} in a tensor of shape "
-                f"{tuple(t.shape)}"
+                f"{name}: expected 1 head, or {first.shape[0]} like {first_name}, got {t.shape[0]} in a tensor of "
+                f"shape {tuple(t.shape)}"
             )
     tables = Tables(omega, phase, place.coords, place.origin, place.affine, place.rotated, amplitude)
     if options.norm is not None:

@@ -59,7 +59,7 @@ def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
         if len(part) <= needed:
             raise typer.BadParameter(
                 f"--data: expected more than {needed} bytes for {name}, got {len(part)} ({100 * VALIDATION:.0f}% are "
-                "for validation); pass more text, or smaller --length and --lengths"
+                "for validation); pass more text, or smaller values of --length and --lengths"
             )
 
 
