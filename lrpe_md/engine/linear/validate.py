@@ -286,7 +286,7 @@ def _check_state(call: LinearCall, arguments: TensorArguments) -> None:
         check_dense("state", t, form)
         if tuple(t.shape) != shape:
             raise ValueError(
-                f"state: expected {form} of shapes {expected}, as returned for these sizes by return_state=True, "
+                f"state: expected {form} of shapes {expected}, as returned for these sizes with return_state=True, "
                 f"got {[tuple(t.shape) for t in state]}"
             )
         if t.dtype != dtype or t.device != q.device:
