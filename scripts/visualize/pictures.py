@@ -357,6 +357,4 @@ def _read_scheme(file: str) -> Scheme:
             "lrpe_md.presets.register_scheme, and pass --import MODULE --preset NAME"
         )
         text = re.sub(r"pass your own functions with .*", remedy, str(error))
-        raise typer.BadParameter(
-            f"--preset: expected a JSON file written from Scheme.to_dict(), got {file!r}: {text}"
-        ) from error
+        raise typer.BadParameter(f"--preset: expected JSON from Scheme.to_dict(), got {file!r}: {text}") from error

@@ -822,10 +822,7 @@ def test_invalid_json_files(changes: dict[str, Any], message: str, tmp_path: Pat
     twice = run("-p", save_scheme(tmp_path / "wan.json"), "-p", "wan", "--out", str(tmp_path / "out"))
     assert "--preset: expected different names, got 'wan' twice" in twice.output
     (tmp_path / "broken.json").write_text("{")
-    assert (
-        "--preset: expected a JSON file written from Scheme.to_dict(), got"
-        in run("-p", str(tmp_path / "broken.json")).output
-    )
+    assert "--preset: expected JSON from Scheme.to_dict(), got" in run("-p", str(tmp_path / "broken.json")).output
 
 
 def save_grid(path: Path, grid: str, frequencies: Any) -> str:
@@ -906,7 +903,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ([], "expected either --preset or --frequencies"),
     (["-p", "wan", "--frequencies", "axial"], "expected either --preset or --frequencies"),
     (["-p", "wann"], "--preset: unknown 'wann'; did you mean 'wan'? For your own scheme, pass --import MODULE or a"),
-    (["-p", "absent.json"], "--preset: expected a JSON file written from Scheme.to_dict(), got 'absent.json': [Err"),
+    (["-p", "absent.json"], "--preset: expected JSON from Scheme.to_dict(), got 'absent.json': [Err"),
     (["-p", "wan", "--map", "cosine"], "--map: expected no value with --preset, got 'cosine'; leave out --map"),
     (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: expected no value with --preset, got 'minor_first'"),
     (["--frequencies", "dense"], "--frequencies: unknown 'dense'"),
