@@ -61,6 +61,12 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else 'axes' if noun == 'axis' else f'{noun}s'}"
 
 
+def join_names(names: Iterable[str], conjunction: str) -> str:
+    """Join names with commas and a conjunction, such as "a, b or c"."""
+    *others, last = names
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
+
+
 def or_one(number: int) -> str:
     """Format the accepted sizes for an error message: "4 or 1" for 4, and "1" for 1."""
     return "1" if number == 1 else f"{number} or 1"
@@ -185,8 +191,8 @@ def check_frequencies(name: str, omega: Tensor) -> None:
     check_precise(name, omega.dtype)
     if omega.requires_grad:
         raise ValueError(
-            f"{name}: expected a tensor that doesn't require gradients, because a module owns its frequencies; return "
-            "tensor.detach(), and pass learnable=True to learn them"
+            f"{name}: expected a tensor that doesn't require gradients, because the module owns its frequencies; "
+            "return tensor.detach(). To learn the frequencies, pass learnable=True"
         )
     if can_read(omega) and not omega.isfinite().all():
         raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
@@ -232,8 +238,7 @@ def check_at_least(least: int, **numbers: Any) -> None:
 def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
     """Check that an option has one of the known values."""
     if value not in known:
-        *others, last = map(repr, known)
-        raise ValueError(f"{name}: expected {', '.join(others)} or {last}, got {show_value(value)}")
+        raise ValueError(f"{name}: expected {join_names(map(repr, known), 'or')}, got {show_value(value)}")
 
 
 def repeat_over_layers(name: str, value: Any, depth: int, known: Sequence[Any]) -> tuple[Any, ...]:

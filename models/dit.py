@@ -616,9 +616,9 @@ def _widths(encoder: Any) -> tuple[int, int]:
     pooled = getattr(encoder, "pooled_width", width)
     if not isinstance(width, int) or not isinstance(pooled, int) or width < 0 or pooled < 0:
         raise TypeError(
-            "text_encoder: expected attributes width and pooled_width (the channel counts of its features; "
-            f"pooled_width defaults to width), got {type(encoder).__name__} with {width!r}, {pooled!r}; for a "
-            "transformers model, use lrpe_md.models.text.PretrainedEncoder"
+            "text_encoder: expected non-negative integer attributes width and pooled_width (the channel counts of its "
+            f"features), got {type(encoder).__name__} with {width!r} and {pooled!r}; for a transformers "
+            "model, use lrpe_md.models.text.PretrainedEncoder"
         )
     return width, pooled
 

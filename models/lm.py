@@ -89,7 +89,7 @@ class LmConfig:
         check_memory(self.memory, self.kinds)
         if self.memory is not None and (self.memory.rule, self.memory.directions) != ("add", "forward"):
             raise ValueError(
-                "memory: expected rule='add' and directions='forward' in a causal model of single tokens, got "
+                "memory: expected rule='add' and directions='forward' in a causal language model, got "
                 f"{self.memory}; for a token-by-token delta rule, use the flash-linear-attention library (fla)"
             )
         if self.dim % self.num_heads:
@@ -104,10 +104,13 @@ class LmConfig:
             )
         if self.scheme is not None and self.scheme.frequencies.num_axes != 1:
             raise ValueError(
-                f"encoding: expected a scheme on one axis, got one on {self.scheme.frequencies.num_axes} axes"
+                f"encoding: expected a scheme with one axis, got one with {self.scheme.frequencies.num_axes}"
             )
         if self.map == "rotate" and self.head_dim % 2:
-            raise ValueError(f"dim: expected an even head_dim for a rotation, got {self.dim} / {self.num_heads} heads")
+            raise ValueError(
+                f"dim: expected an even dim / num_heads for a rotation, got {self.dim} / {self.num_heads} = "
+                f"{self.head_dim}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -342,7 +345,7 @@ class CausalLm(nn.Module):
         check_tokens("tokens", tokens, len(cache.padding))
         if len(cache.layers) != self.config.depth:
             raise ValueError(
-                f"cache: expected a cache for this model, with {self.config.depth} layers, got {len(cache.layers)}"
+                f"cache: expected a cache with {self.config.depth} layers, like this model, got {len(cache.layers)}"
             )
         if "softmax" in self.config.kinds and can_read(cache.length):
             check_room(int(cache.length), tokens.shape[1], cache.max_length)

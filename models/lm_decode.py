@@ -168,9 +168,9 @@ class Decoder:
 
 def check_sampling(temperature: float, top_p: float) -> None:
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature: expected 0 (the most likely token) or more, got {temperature}")
+        raise ValueError(f"temperature: expected a finite non-negative number, got {temperature}")
     if not 0 < top_p <= 1:
-        raise ValueError(f"top_p: expected more than 0 and at most 1, got {top_p}")
+        raise ValueError(f"top_p: expected a number greater than 0 and at most 1, got {top_p}")
 
 
 def sample(

@@ -217,7 +217,7 @@ def main(
             names = write_project(made, repo_id)
             replace_folder(out, made)
     except OSError as error:
-        raise KernelError(f"--out {out}: can't be written ({error.strerror}); choose another folder") from error
+        raise KernelError(f"--out {out} can't be written ({error.strerror}); choose another folder") from error
     typer.echo(f"{out}: {', '.join(names)}\nTo publish it, run: kernel-builder upload {out}")
 
 

@@ -129,8 +129,8 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     if left and remainder is None:
         raise ValueError(
             f"num_channels: expected a multiple of {total} for shares {' : '.join(map(str, shares))}, got "
-            f"{num_channels} channels or pairs; alternatively, pass the axis that gets the rest, as in Axial(..., "
-            "remainder=0)"
+            f"{num_channels}; use another number, or choose the axis that gets the remaining channels, as in "
+            "Axial(..., remainder=0)"
         )
     if remainder is not None:
         parts[remainder] += left

@@ -29,7 +29,8 @@ class _Model(NamedTuple):
     def need(self, name: str) -> Any:
         if self.fields.get(name) is None:
             raise ValueError(
-                f"rope_parameters: expected {name!r} for rope_type {_type(self.fields)!r}, got {sorted(self.fields)}"
+                f"rope_parameters: expected a field {name!r} for rope_type {_type(self.fields)!r}, got the fields "
+                f"{sorted(self.fields)}"
             )
         return self.fields[name]
 
@@ -204,8 +205,8 @@ def _checked_fields(rope_parameters: Mapping[str, Any] | None) -> Mapping[str, A
         raise ValueError(f"rope_type: expected one of {tuple(RULES)}, got {kind!r}")
     if fields.get("factor") is not None and not (fields.get("rope_type") or fields.get("type")):
         raise ValueError(
-            "rope_type: expected the type of scaling for 'factor', got None, which would ignore the factor; add "
-            "rope_type, such as 'linear', or remove factor"
+            "rope_type: expected a scaling type that uses 'factor', got None; add rope_type, such as 'linear', or "
+            "remove factor"
         )
     return fields
 

@@ -63,7 +63,7 @@ def yarn_scaling(
     step, low, high = _locate(theta, original_length, (fast, slow))
     if not (step > 0).all():
         raise ValueError(
-            f"theta: expected a decreasing geometric series, got other values of shape {tuple(theta.shape)}"
+            f"theta: expected a decreasing geometric series, got other values (shape {tuple(theta.shape)})"
         )
     if truncate:
         low, high = low.floor(), high.ceil()
@@ -133,7 +133,7 @@ def riflex_scaling(
     """
     _check(theta, length=length, share=share)
     if (repeats_at is None) == (index is None):
-        raise ValueError(f"repeats_at, index: expected exactly one of the two, got {repeats_at}, {index}")
+        raise ValueError(f"repeats_at, index: expected exactly one of the two, got {repeats_at} and {index}")
     num = theta.shape[-1]
     periods = (2 * math.pi / theta).round()
     if repeats_at is not None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ..checks import join_names
 from ..engine.inductor.private import is_exporting, is_transforming
 from ..modules.linear import Memory, attend_with
 from ..positions.coordinates import Coordinates
@@ -281,7 +282,7 @@ def check_memory(memory: Any, kinds: Sequence[str]) -> None:
 def check_key_norm(memory: Memory, qk_norm: Any, known: Sequence[Any]) -> None:
     """If the memory follows the delta rule, check that ``qk_norm`` is a known value that normalises the keys."""
     if memory.rule == "delta" and qk_norm not in known:
-        expected = " or ".join(map(repr, known))
+        expected = join_names(map(repr, known), "or")
         raise ValueError(
             f"qk_norm: expected {expected} with rule='delta', got {qk_norm!r}. If keys are not normalised, the state "
             f"can grow without bound; build the model with qk_norm={known[0]!r}"

@@ -125,9 +125,9 @@ class _Adaptation:
             raise RuntimeError(
                 f"positions: expected positions for {path} from the forward pass of the adapted "
                 f"{type(self.model).__name__}, got none. Call the model itself, return positions from the "
-                "function, or call set_positions() before the first attention. If a checkpoint is being recomputed: "
-                "nested checkpoints need use_reentrant=False, and a compiled model with a graph break at a checkpoint "
-                "needs its blocks compiled one by one"
+                "function, or call set_positions() before the first attention layer. With activation "
+                "checkpointing, pass use_reentrant=False to nested checkpoints, and if a compiled model has a graph "
+                "break at a checkpoint, compile its blocks one by one"
             )
         return found.positions
 
@@ -137,7 +137,7 @@ def _check_positions(positions: Any) -> Any:
         return positions
     raise TypeError(
         "positions: expected a Grid, Coordinates, a tensor of shape (N, K) or (B, N, K), or a function that returns "
-        f"one, got {describe_positions(positions)}"
+        f"positions, got {describe_positions(positions)}"
     )
 
 
@@ -346,7 +346,7 @@ class _Attention(_Forward):
                 output = self.run(*args, **kwargs)
         if self.encoder.count_calls() == before:
             raise RuntimeError(
-                f"{self.path or 'forward'}: expected a call of F.scaled_dot_product_attention, where q and k are "
+                f"{self.path or 'forward'}: expected a call to F.scaled_dot_product_attention, where q and k are "
                 "encoded, got none. In timm, set `fused_attn = True` on the module. Otherwise, replace the "
                 "hand-written attention with\n"
                 "    x = F.scaled_dot_product_attention(q, k, v)\n"
@@ -454,7 +454,9 @@ def adapt_attention(
         _check_positions(positions)
     found = _find_attentions(model, modules)
     if hasattr(model, name):
-        raise ValueError(f"name: expected an attribute that the model does not have, got {name!r}; choose another name")
+        raise ValueError(
+            f"name: expected an attribute name that the model does not use, got {name!r}; choose another name"
+        )
     built = _build(encoding, dict(encoding_kwargs or {}), found, positions, (num_axes, head_dim, num_heads))
     model.add_module(name, built.train(model.training))
     adaptation = _Adaptation(model, name, positions)
@@ -506,8 +508,8 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
     own = next((f.adaptation for f in _forwards_of(model) if f.adaptation.name == name), None)
     if own is None or own.is_fixed or own.local.running is None:
         raise ValueError(
-            f"model: expected a model that was adapted with name={name!r} and without fixed positions, during its "
-            f"forward pass, got {type(model).__name__}. Call this from inside forward()"
+            f"model: set_positions needs a model that is adapted with name={name!r}, without fixed positions, and "
+            f"is running its forward pass, got {type(model).__name__}. Call it from inside forward()"
         )
     own.local.running = own.local.current = own.local.running._replace(positions=positions)
 

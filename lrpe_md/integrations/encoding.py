@@ -189,7 +189,7 @@ def _of_series(encoding: str, kwargs: dict[str, Any], head_dim: int, num_heads: 
         kwargs = {"frequencies": own, **kwargs}
     elif remainder is not None:
         raise ValueError(
-            f"remainder: expected None without split, got {remainder}; it is the axis that gets the rest of a split"
+            f"remainder: expected None without split, got {remainder}; pass split as well, or leave out remainder"
         )
     make = partial(CosineMd if encoding == "cosine" else RotateMd, head_dim, num_axes, **kwargs)
     return lambda i: make(seed=(seed or 0) + i), "layer" if encoding == "mixed" or kwargs.get("phase") else "model"
@@ -306,7 +306,7 @@ def explain_misplaced_options(function: F) -> F:
             )
         if "reference" in kwargs and not own & {"reference", "positions"}:  # positions= has no reference
             raise TypeError(
-                f"reference: expected as an attribute of the model, not as an argument of {name}; set "
+                f"reference: expected an attribute of the model, not an argument of {name}; set "
                 f"model.reference = {kwargs['reference']!r} afterwards"
             )
         return function(*args, **kwargs)
@@ -429,7 +429,7 @@ class EncodingStack:
             return positions
         if not isinstance(positions, Grid):
             raise ValueError(
-                f"places: expected None for axes {list(first.moved)}, because positions are a table. This is the case "
-                "for text with its own positions, for an image after text, and for dropped tokens"
+                f"places: expected None for axes {list(first.moved)}, because the positions are not a Grid. Text with "
+                "its own positions, images after text, and dropped tokens all need a table of positions"
             )
         return first.locate(positions)

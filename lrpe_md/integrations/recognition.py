@@ -108,7 +108,9 @@ def recognise(
         wrapper = "wrap it in a function that transposes x and its result with .transpose(1, 2)"
         reason = f"expects x of shape (1, N, H, D); {wrapper}"
     name = getattr(function, "__qualname__", type(function).__name__)
-    raise TypeError(f"function: expected a rotation of x (1, H, N, D) by positions, got {name}, which {reason}")
+    raise TypeError(
+        f"function: expected a function that rotates x (1, H, N, D) by positions, got {name}, which {reason}"
+    )
 
 
 def _swap_heads_and_tokens(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -191,7 +191,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         for name, reason in refused.items():
             print(f"unchanged: {name}, which {reason}")
     elif refused:
-        warnings.warn(f"adapt_rotary: left unchanged: {', '.join(refused)}", stacklevel=2)
+        warnings.warn(f"adapt_rotary: left these functions unchanged: {', '.join(refused)}", stacklevel=2)
     return model
 
 

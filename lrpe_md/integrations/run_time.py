@@ -99,7 +99,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
         raise ValueError(f"model: expected a model with image or video encodings, found none in {type(model).__name__}")
     for path, module in modules.items():
         if not 0 <= axis < module.num_axes:
-            raise ValueError(f"axis: expected a number from 0 to {module.num_axes - 1} ({path}), got {axis}")
+            raise ValueError(f"axis: expected a number from 0 to {module.num_axes - 1} for {path}, got {axis}")
     for module in modules.values():
         module.set_places(axis, places)
 
@@ -150,9 +150,9 @@ def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
         combined = bool(((trained != 0).sum(-1) > 1).any())
         if combined or bool((used.sum(-1) > 1).any()) or (used.shape[-1] > 1 and bool((used != (trained != 0)).any())):
             raise ValueError(
-                "scaling: expected frequencies with one axis per channel, the same for all heads, got channels "
-                f"{'that combine several axes (mixed)' if combined else 'with different axes in different heads'} "
-                f"({path}); build this encoding with axial frequencies, or move its positions with set_places"
+                "scaling: expected frequencies with one axis per channel, the same for all heads, got "
+                f"{'mixed frequencies' if combined else 'axes that differ between heads'} in {path}; build this "
+                "encoding with axial frequencies, or move its positions with set_places"
             )
         known[trained.device] = [column.nonzero()[:, 0] for column in used.unbind(-1)]
     return known[trained.device]

@@ -286,8 +286,8 @@ def _find_bound(path: str, module: Any, method: str) -> dict[str, Any]:
     bound = {n: v for n, v in vars(module).items() if isinstance(v, MethodType) and v.__func__ is own}
     if method in vars(module) and not bound:
         raise ValueError(
-            f"{path}: expected a module that runs the {method} method of its class, {type(module).__name__}, got one "
-            f"with a replaced {method}; call set_scaling(model, None) before you replace the method, and before "
+            f"{path}: expected a module with the {method} method of its class, {type(module).__name__}, got a "
+            f"replaced {method}; call set_scaling(model, None) before you replace the method, and before "
             "diffusers adds hooks (for example for group offloading)"
         )
     return bound

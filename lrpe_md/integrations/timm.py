@@ -36,7 +36,7 @@ from timm.models import vision_transformer as timm_vit
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..checks import a_or_an, check_one_of, check_reference, repeat_over_layers
+from ..checks import a_or_an, check_one_of, check_reference, join_names, repeat_over_layers
 from ..engine.core.call import Act
 from ..engine.encode.views import split_qkv
 from ..engine.linear.call import NormalizerName
@@ -238,9 +238,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             hint = f"; pass {other!r} ({absolute!r} is a value of adapt())" if other else ""
             raise ValueError(f"absolute: expected 'none', 'learned' or 'sincos', got {absolute!r}{hint}")
         if "pos_embed" in kwargs:
-            raise ValueError(
-                f"pos_embed: this model has no such argument, got {kwargs['pos_embed']!r}; use absolute= instead"
-            )
+            raise ValueError(f"pos_embed: expected absolute= instead of pos_embed, got {kwargs['pos_embed']!r}")
         pos_embed = "learn" if absolute == "learned" else "none"
         super().__init__(*args, pos_embed=pos_embed, dynamic_img_size=dynamic_img_size, **kwargs)
         if absolute == "sincos" and self.embed_dim % 4:
@@ -509,16 +507,17 @@ def _attentions(model: Any) -> list[list[Any]]:
         if not any(part in name for name in names for part in ("attn", "attention", "mhsa")):
             raise TypeError(f"{expected}, got {kind}, which has no attention layers with q and k to encode")
         raise TypeError(
-            f"{expected}, got {type(model).__module__}.{type(model).__qualname__} (subclasses and other families have "
-            "their own forward method; use lrpe_md.adapt_rotary for a model with a rotary encoding, and "
-            "lrpe_md.adapt_attention for one without relative positions)"
+            f"{expected}, got {type(model).__module__}.{type(model).__qualname__}; for subclasses and other families, "
+            "use lrpe_md.adapt_rotary if the model has a rotary encoding, or lrpe_md.adapt_attention if it has no "
+            "relative positions"
         )
     blocks: list[list[Attention]] = []
     for i, block in enumerate(model.blocks):
         inside = [m for m in block.modules() if type(m) is Attention or isinstance(m, LrpeAttention)]
         if type(block) not in BLOCKS or not inside:
             raise ValueError(
-                f"model: expected blocks of {', '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got "
+                f"model: expected blocks of type {join_names((b.__name__ for b in BLOCKS), 'or')} with timm's "
+                "Attention, got "
                 f"blocks[{i}] of type {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
             )
         for m in inside:

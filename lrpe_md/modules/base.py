@@ -553,7 +553,7 @@ class FrequencyModule(PreciseModule):
                 ) from None
             if x.device != own.device:
                 raise ValueError(
-                    f"{name}: expected a tensor on the module's device {own.device}, got {x.device}; move either"
+                    f"{name}: expected a tensor on the module's device {own.device}, got {x.device}; move one of them"
                 ) from None
         for where in wheres:
             if isinstance(where, Tensor):
@@ -562,7 +562,7 @@ class FrequencyModule(PreciseModule):
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
                 raise ValueError(
-                    f"positions: expected the module's num_axes, {self.num_axes}, got {plural(found, 'axis')}"
+                    f"positions: expected {plural(self.num_axes, 'axis')} for this module, got {found}"
                     + (remedy_layout(xs[0], where) or self._axes_advice(where, found))
                 ) from None
 

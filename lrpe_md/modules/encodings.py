@@ -192,7 +192,7 @@ class Rotate1d(RotateMd):
         if self.given is not None:
             sequence_omega(self.given, rotary_slice(rotary_dim, head_dim)[1] // 2, num_heads)
             if kwargs.get("frequencies", "axial") != "axial":
-                raise ValueError(f"frequencies: expected 'axial' with a theta, got {kwargs['frequencies']!r}")
+                raise ValueError(f"frequencies: expected 'axial' when theta is passed, got {kwargs['frequencies']!r}")
         super().__init__(head_dim, 1, base=base, rotary_dim=rotary_dim, num_heads=num_heads, **kwargs)
 
     def _initial_frequencies(self, name: str) -> Tensor:
@@ -311,7 +311,7 @@ class Rotate1d(RotateMd):
                 *xs, positions=positions, inverse=inverse, norm=norm, out=out, out_start=out_start
             )  # fmt: skip
         if out is not None or out_start is not None:
-            raise ValueError("out: expected None with scale_base, because xPos scales the rotated values")
+            raise ValueError("out: expected None with scale_base, because xPos scales q and k after their rotation")
         if len(xs) != 2:
             raise ValueError(
                 f"xs: expected both q and k, got {plural(len(xs), 'tensor')}; xPos scales q and k differently"
@@ -379,7 +379,8 @@ class PresetMd(FrequencyModule):
             )
         elif head_dim is not None or num_heads is not None:
             raise ValueError(
-                f"head_dim, num_heads: expected None with a Preset, which already has them, got {head_dim}, {num_heads}"
+                f"head_dim, num_heads: expected None with a Preset, which already defines both, got {head_dim}, "
+                f"{num_heads}"
             )
         scheme = preset.scheme
         learnable = scheme.learned if learnable is None else learnable

@@ -265,8 +265,8 @@ def attend_with(
     if positions is None and isinstance(encoding, Rotate1d) and isinstance(q, Tensor) and q.ndim == 4:
         if state is not None:
             raise ValueError(
-                "positions: expected the positions of the new tokens with a state, got None; after n tokens, pass "
-                "Grid((N,)).offset(n)"
+                "positions: expected the positions of the new tokens when a state is passed, got None; after n tokens, "
+                "pass Grid((N,)).offset(n)"
             )
         positions = text_positions(q, 0, cu_seqlens, encoding.dim)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions

@@ -211,7 +211,7 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
         )
     if head_dim is not None or num_heads is not None:
         raise ValueError(
-            f"head_dim, num_heads: expected None with a {type(scheme).__name__}, which already has them, got "
+            f"head_dim, num_heads: expected None with a {type(scheme).__name__}, which already defines both, got "
             f"{head_dim}, {num_heads}"
         )
     if isinstance(scheme, Preset):

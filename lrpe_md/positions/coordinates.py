@@ -104,8 +104,8 @@ class Coordinates(Rules):
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
         if self.coords.is_floating_point() and self.coords.dtype not in (torch.float32, torch.float64):
             raise TypeError(
-                "coords: expected integers, float32 or float64 (16 bits are too coarse for distant tokens), got "
-                f"{self.coords.dtype}"
+                "coords: expected an integer dtype, float32 or float64 (16 bits are too coarse for distant tokens), "
+                f"got {self.coords.dtype}"
             )
         read_counts(self, "prefix", "suffix")
         if self.rotated is not None:

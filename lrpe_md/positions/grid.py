@@ -250,7 +250,7 @@ class Grid(Rules):
             length = b * (n - 1) / n - a
             if 0 < a < b and n > 1 and length < 0:
                 raise ValueError(
-                    f"start, stop: the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, would "
+                    f"start, stop: the last of {n} positions, stop * ({n} - 1) / {n} = {b * (n - 1) / n:g}, would "
                     f"precede start = {a:g}; increase stop, or use rescale((stop - start) / n).offset(start), "
                     "which has equal steps"
                 )

@@ -264,7 +264,7 @@ def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, d
     if cu_seqlens is None:
         return offset_positions(x.shape[2], offset, x.device)
     if x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: expected sequences packed in x of shape (1, H, N, D), got {tuple(x.shape)}")
+        raise ValueError(f"cu_seqlens: expected packed sequences in x of shape (1, H, N, D), got {tuple(x.shape)}")
     refuse_mixing(dim)
     return packed_positions(cu_seqlens, x.shape[2], offset)
 
@@ -298,7 +298,7 @@ def pad(
     longest = max(part.num_tokens for part in rows)
     num_tokens = longest if num_tokens is None else num_tokens
     if num_tokens < longest:
-        raise ValueError(f"num_tokens: expected at least {longest}, the longest sample, got {num_tokens}")
+        raise ValueError(f"num_tokens: expected at least {longest}, the length of the longest sample, got {num_tokens}")
     padded = _join([replace(part, suffix=num_tokens - part.num_tokens).explicit() for part in rows])
     mask = None if padded.rotated is None else padded.rotated.unflatten(0, (len(rows), num_tokens))
     return Coordinates(padded.coords.unflatten(0, (len(rows), num_tokens)), rotated=mask)
@@ -360,7 +360,7 @@ def _check_segments(segments: Sequence[Segment], num_axes: int | None) -> tuple[
         if not isinstance(part, Tokens):
             num_axes = _check_part("segments", part, num_axes, i)
     if num_axes is None:
-        raise ValueError("num_axes: expected a number if no segment is a grid, got None")
+        raise ValueError("num_axes: expected a number, because no segment is a grid, got None")
     for i, segment in enumerate(segments):
         axes: tuple[int, ...] = ()
         if isinstance(segment, Tokens) and segment.rule == "axis":

@@ -97,7 +97,7 @@ def _read_fields(where: str, cls: Any, values: Mapping[str, Any], known: Functio
     if unknown:
         name = unknown[0]
         advice = suggest(name, taken) or f"; use one of {', '.join(taken)}"
-        raise ValueError(f"{where}: expected fields of {cls.__name__}, got {name!r}{advice}")
+        raise ValueError(f"{where}: expected a field of {cls.__name__}, got {name!r}{advice}")
     needed = [n for n, f in taken.items() if f.default is f.default_factory is MISSING and n not in values]
     if needed:
         raise ValueError(f"{where}: {cls.__name__} needs {', '.join(needed)}, got {', '.join(values) or 'nothing'}")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..checks import suggest
+from ..checks import join_names, suggest
 from ..frequencies.axial import check_split
 from ..frequencies.scalings import ntk_scaling
 from ..positions.sequences import Tokens
@@ -509,7 +509,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
     if not isinstance(scheme, Scheme):
         raise TypeError(f"scheme: expected an lrpe_md.Scheme, got {type(scheme).__name__}")
     if name in SCHEMES or name in RESERVED:
-        raise ValueError(f"name: expected a name that is neither a published preset nor an encoding, got {name!r}")
+        raise ValueError(f"name: expected a name that is not used by a published preset or an encoding, got {name!r}")
     if name in REGISTERED and not overwrite:
         raise ValueError(f"name: expected an unregistered name, or overwrite=True, got {name!r}")
     make_preset(name, scheme, scheme.head_dim, scheme.num_heads)
@@ -569,7 +569,7 @@ def preset(
     changes = {key: value for key, value in changes.items() if value is not None}
     for key in sorted(changes.keys() - frequencies.takes):
         raise ValueError(
-            f"{key}: expected None, because {name} doesn't use it (it uses {' and '.join(sorted(frequencies.takes))}), "
+            f"{key}: expected None, because {name} only accepts {join_names(sorted(frequencies.takes), 'and')}, "
             f"got {changes[key]!r}"
         )
     changes.pop("seed", None)

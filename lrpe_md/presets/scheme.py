@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_frequencies, check_precise, plural
+from ..checks import check_at_least, check_frequencies, check_precise, join_names, plural
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -79,7 +79,9 @@ class Axial:
             raise ValueError("base: expected a positive number for a geometric series, got None")
         number = num_blocks(self.axis_map, self.num_axes) + 1
         if self.gaps is not None and (len(self.gaps) != number or min(self.gaps) < 0):
-            raise ValueError(f"gaps: expected {number} non-negative shares, one more than blocks, got {self.gaps}")
+            raise ValueError(
+                f"gaps: expected {number} non-negative shares, one more than the number of blocks, got {self.gaps}"
+            )
         if isinstance(self.remainder, int) and not 0 <= self.remainder < self.num_axes:
             raise ValueError(f"remainder: expected an axis from 0 to {self.num_axes - 1}, got {self.remainder}")
         if isinstance(self.scaling, Sequence) and len(self.scaling) != self.num_axes:
@@ -169,7 +171,7 @@ class Axial:
         gain = lay([torch.full_like(t, a) for t, a in zip(thetas, amplitudes, strict=True)]).sum(-1)
         if len(gain) > 1 or self.across_heads:
             raise ValueError(
-                "scaling: expected one amplitude for all axes if frequencies differ between heads, got several"
+                "scaling: expected one amplitude for all axes, because frequencies differ between heads, got several"
             )
         return omega, torch.where(gain[0] == 0, 1.0, gain[0])
 
@@ -454,7 +456,8 @@ class Preset:
             taken = list(inspect.signature(scheme.grid).parameters)[1:]
             for option in options.keys() - set(taken):
                 raise TypeError(
-                    f"{option}: {self.name}'s grids accept {' and '.join(map(repr, taken)) or 'no options'}, got "
+                    f"{option}: expected {join_names(taken or ['no options'], 'or')} for {self.name}'s grids, got "
+                    f"{option}="
                     f"{options[option]!r}; leave out {option}, or use a Scheme whose grid function has this argument"
                 )
         shapes = [tuple(s) for s in segments if isinstance(s, (tuple, list))]
@@ -474,7 +477,8 @@ class Preset:
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(
-                            f"reference: expected None with {self.name}, whose positions are a table, got {reference}"
+                            f"reference: expected None with {self.name}, whose positions come from a table, got "
+                            f"{reference}"
                         )
                     grid = grid.interpolate(self._fit_reference(reference, grid, tuple(segment), options))
                 if scheme.apart is not None and number:
@@ -568,7 +572,7 @@ def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) 
     step = 2 if scheme.map == "rotate" else 1
     if by != 1 or not 0 <= start < stop <= head_dim or (stop - start) % step:
         kind = "an even number of channels" if step == 2 else "channels"
-        raise ValueError(f"rotary_dim: expected {kind} out of head_dim = {head_dim}, got {part}")
+        raise ValueError(f"rotary_dim: expected {kind} within head_dim = {head_dim}, got {part}")
     width = stop - start
     if isinstance(scheme.frequencies, Axial):
         width = step * scheme.frequencies.usable(width // step)

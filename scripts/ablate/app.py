@@ -77,7 +77,7 @@ def run(
     context: typer.Context,
     task: Annotated[str, typer.Argument(help=f"Task, one of: {', '.join(TASKS)}.")],
     data: Annotated[
-        list[str] | None, typer.Argument(help="Training data; for video, files or folders.")
+        list[str] | None, typer.Argument(help="Training data (for video, files or folders).")
     ] = None,
     encoding: Annotated[
         list[str] | None,
@@ -95,7 +95,7 @@ def run(
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Number of seeds per encoding, from 0. (default: 3, or 5 with --full)")
+        int | None, typer.Option(min=1, help="Seeds per encoding, starting from 0. (default: 3, or 5 with --full)")
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="For digits and recall: use more encodings and seeds, and train longer.")
@@ -193,8 +193,8 @@ def select_encodings(
             backbone.split_attention(kind, "--encoding")
         if slash and attention and kind not in attention:
             raise typer.BadParameter(
-                f"--encoding {kind}/{name}: expected a kind of attention from --attention, one of "
-                f"{', '.join(attention)}; leave out --attention, or add --attention {kind}"
+                f"--encoding {kind}/{name}: expected a kind of attention in --attention "
+                f"({', '.join(attention)}); leave out --attention, or add --attention {kind}"
             )
     with_attention = pairs and all(slash for _, slash, _ in pairs)
     compared = task.full.compared if full and task.full else task.compared

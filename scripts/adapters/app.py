@@ -16,7 +16,7 @@ from .trial import LIBRARIES, try_library, write
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True,
-    help="Test adapt_rotary on the models of the installed timm, diffusers and transformers.",
+    help="Test adapt_rotary on models from the installed versions of timm, diffusers and transformers.",
     epilog="Example: lrpe-md adapters table --library timm > timm.csv",
 )  # fmt: skip
 Library = Annotated[list[str] | None, typer.Option(help="Library to test; repeatable. (default: all installed)")]

@@ -107,7 +107,7 @@ def main(
         float, typer.Option(min=0, callback=finite, help="Largest allowed increase in time, as a fraction.")
     ] = 0.03,
 ) -> None:
-    """List lrpe-md's measurements that became slower between two commits, and exit with 1 if there are any."""
+    """List lrpe-md's measurements that became slower between two commits, and exit with status 1 if there are any."""
     try:
         changes = find_changes(read(old), read(new))
     except ValueError as error:

@@ -142,14 +142,14 @@ def measure(map: str, which: str, device: torch.device, blocks: int, calls: int)
 
 def main(
     map: Annotated[str | None, typer.Option(help=f"Map: {', '.join(MAPS)}. (default: both)")] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="Number of timed blocks of calls per measurement.")] = 30,
+    blocks: Annotated[int, typer.Option(min=1, help="Number of blocks of calls to time per measurement.")] = 30,
     out: Annotated[Path, OUT] = Path("scripts/results/benchmark-compiled.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool,
         typer.Option(
             "--smoke",
-            help="Time only a few calls to test that everything runs; writes to runs/bench-smoke.",
+            help="Time only a few calls to test that everything runs, and write to runs/bench-smoke.",
         ),
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,

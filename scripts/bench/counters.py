@@ -125,7 +125,7 @@ def main(
         rows = parse(text)
     if len(rows) != len(known):
         raise SystemExit(
-            f"expected one kernel for each of the {len(known)} passes, ncu reported {len(rows)}:\n{text[-2000:]}"
+            f"expected one kernel for each of the {len(known)} passes, got {len(rows)} from ncu:\n{text[-2000:]}"
         )
     here = measured_on(torch.device("cuda"), commit)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -268,7 +268,7 @@ def main(
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
         bool,
-        typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke."),
+        typer.Option("--smoke", help="Run with tiny sizes as a test, and write to runs/bench-smoke."),
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:

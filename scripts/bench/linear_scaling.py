@@ -227,7 +227,7 @@ def main(
     tokens: Annotated[str, typer.Option(help="Tokens per sample, as powers of 2.")] = ",".join(map(str, TOKENS)),
     attention: Annotated[str, typer.Option(help="Attention kinds, separated by commas.")] = ",".join(ATTENTIONS),
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="Use torch.compile; adds about 30 seconds per row.")
+        bool, typer.Option("--compiled", help="Use torch.compile, which adds about 30 seconds per row.")
     ] = False,
     backend: Annotated[str, typer.Option(help=f"Softmax backend, one of: auto, {', '.join(BACKENDS)}.")] = "flash",
     steps: Annotated[int, typer.Option(min=1, help="Number of timed steps per row.")] = 5,
@@ -239,7 +239,7 @@ def main(
     append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda (or cpu with --smoke).")] = "cuda",
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="Use a tiny model and a batch of one; writes to runs/bench-smoke.")
+        bool, typer.Option("--smoke", help="Use a tiny model and a batch size of 1, and write to runs/bench-smoke.")
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip

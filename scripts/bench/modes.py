@@ -124,7 +124,7 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
     finally:
         launch.lrpe_kernel = kernel
     if len(listener.calls) != 1:
-        raise RuntimeError(f"expected one launch of lrpe_kernel, saw {len(listener.calls)}")
+        raise RuntimeError(f"expected one launch of lrpe_kernel, got {len(listener.calls)}")
     grid, (x, dy, (_, q_strides, _, k_strides), *args), kwargs = listener.calls[0]
 
     def call() -> list[Tensor]:

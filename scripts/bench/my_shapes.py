@@ -305,7 +305,7 @@ def plot(found: Found, path: Path, title: str) -> bool:
 def parse_grid(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+(x\d+)*", text) or not math.prod(map(int, text.split("x"))):
         raise typer.BadParameter(
-            f"--grid: expected sizes per axis, slowest first, such as 21x45x80 or 4096, got {text!r}"
+            f"--grid: expected one size per axis, slowest axis first, such as 21x45x80 or 4096, got {text!r}"
         )
     return tuple(map(int, text.split("x")))
 
@@ -333,14 +333,14 @@ def choose_maps(map: str, pairs: str, linear_too: bool, shapes: Shapes) -> list[
     if map == "cosine" and pairs != "half":
         raise typer.BadParameter(f"--pairs {pairs}: only works with --map rotate; leave out --pairs")
     if linear_too and (shapes.key_heads or pairs != "half"):
-        raise typer.BadParameter("--linear: only supports --pairs half, without --kv-heads; leave those options out")
+        raise typer.BadParameter("--linear: only supports --pairs half and no --kv-heads; leave out both options")
     return ["rotate", "cosine"] if map == "both" else [map]
 
 
 @group_options(PANELS)
 def main(
     heads: Annotated[int, typer.Option(min=1, help="Number of query heads.")],
-    grid: Annotated[str, typer.Option(help="Tokens per axis, slowest first: 21x45x80, 14x14 or 8192.")],
+    grid: Annotated[str, typer.Option(help="Tokens per axis, slowest axis first, such as 21x45x80, 14x14 or 8192.")],
     head_dim: Annotated[int, typer.Option(min=2, help="Channels per head, an even number.")],
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     kv_heads: Annotated[
@@ -348,7 +348,7 @@ def main(
     ] = None,
     prefix: Annotated[int, typer.Option(min=0, help="Number of class, register or text tokens before the grid.")] = 0,
     map: Annotated[str, typer.Option(help="Map: rotate, cosine or both.")] = "rotate",
-    pairs: Annotated[str, typer.Option(help="Channel pairs of rotate: half or interleaved.")] = "half",
+    pairs: Annotated[str, typer.Option(help="Layout of the channel pairs for rotate: half or interleaved.")] = "half",
     dtype: Annotated[str, typer.Option(help=f"Data type: {', '.join(DTYPES)}.")] = "bfloat16",
     learned: Annotated[
         bool, typer.Option("--learned", help="Use learned frequencies per head, and time their gradient.")

@@ -201,7 +201,7 @@ def main(
         bool,
         typer.Option(
             "--smoke",
-            help="Train a tiny model to test that everything runs; writes to runs/bench-smoke.",
+            help="Train a tiny model to test that everything runs, and write to runs/bench-smoke.",
         ),
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,

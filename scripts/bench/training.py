@@ -254,7 +254,9 @@ def compare(
         attention[name], peak[name] = observed_step(trainees[name])
         breaks[name] = len(counters["graph_break"])
         if mode == "graphs" and device.type == "cuda" and counters["inductor"]["cudagraph_skips"] > skipped:
-            raise RuntimeError(f"CUDA graphs: {name} runs without them; set TORCH_LOGS=perf_hints to see why")
+            raise RuntimeError(
+                f"CUDA graphs: PyTorch did not use them for {name}; set TORCH_LOGS=perf_hints to see why"
+            )
     # With the cosine map, q and k are wider than v, so PyTorch uses other kernels. Linear attention uses none of them.
     if len({attention[name] for name in trainees if not name.startswith(("cosine", "linear"))}) > 1:
         raise RuntimeError(
@@ -326,7 +328,7 @@ def main(
     ] = "vit_b,vit_s,video",
     modes: Annotated[str, typer.Option(help=f"Modes: {', '.join(MODES)}.")] = "eager,compiled",
     encodings: Annotated[
-        str | None, typer.Option(help="Encodings, NAME or NAME:KEY=VALUE,... (default: depends on the model)")
+        str | None, typer.Option(help="Encodings, as NAME or NAME:KEY=VALUE,... (default: depends on the model)")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of rounds; every model takes one step per round.")] = 60,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size. (default: depends on the model)")] = None,

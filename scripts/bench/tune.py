@@ -379,7 +379,7 @@ def main(
     if not torch.cuda.is_available():
         raise typer.BadParameter("tuning needs the target GPU, but PyTorch finds none")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        raise typer.BadParameter("TRITON_INTERPRET is set; unset it, since tiles are timed on the GPU")
+        raise typer.BadParameter("tiles are timed on the GPU, but TRITON_INTERPRET is set; unset it")
     device = torch.device("cuda", torch.cuda.current_device())
     started, console = time.monotonic(), Console(width=160, soft_wrap=True)
     pool = open_pool(min(12, os.cpu_count() or 1) if jobs is None else jobs)

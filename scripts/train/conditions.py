@@ -188,7 +188,7 @@ class FeatureFolder:
         self.about: dict[str, Any] = read_json(about)
         if self.about.get("format") != FORMAT:
             raise typer.BadParameter(
-                f"--text-features {path}: was written by a different version; run `train features` again"
+                f"--text-features {path} was written by a different version; run `train features` again"
             )
         self.rows = {caption: row for row, caption in enumerate(read_json(path / "captions.json"))}
         self.features, self.mask = self._array("features"), self._array("mask")
@@ -213,8 +213,8 @@ class FeatureFolder:
         absent = [caption for caption in captions if caption not in self.rows]
         if absent:
             raise typer.BadParameter(
-                f"--text-features {self.path}: {len(absent)} captions of --data are missing, such as {absent[0]!r}; "
-                "run `train features` on the same data"
+                f"--text-features {self.path}: expected features of all captions in --data, got none for "
+                f"{plural(len(absent), 'caption')}, such as {absent[0]!r}; run `train features` on the same data"
             )
         return np.array([self.rows[caption] for caption in captions], np.int64)
 

@@ -78,7 +78,7 @@ class Training:
     opt: str = option("adamw", "Optimiser: the name of any timm optimiser.", panel=OPTIMISER)
     lr: float = option(1e-3, "Learning rate after the warm-up.", least=0, panel=OPTIMISER)
     betas: str = option(
-        "", "Betas of the optimiser, such as 0.9,0.95. Default: the optimiser's defaults.", panel=OPTIMISER
+        "", "Betas of the optimiser, such as 0.9,0.95. Default: the optimiser's own betas.", panel=OPTIMISER
     )
     weight_decay: float = option(
         0.05, "Weight decay, not applied to biases, norms and frequencies.", least=0, off=True, panel=OPTIMISER
@@ -87,7 +87,7 @@ class Training:
         "cosine", "Learning rate schedule: cosine, constant, or wsd (warm-up, stable, decay).", panel=OPTIMISER
     )
     warmup: int = option(
-        100, "Warm-up steps; with cosine, at most a tenth of the steps (with --seconds, a fifth).", least=0,
+        100, "Number of warm-up steps; with cosine, at most a tenth of all steps (a fifth with --seconds).", least=0,
         off=True, panel=OPTIMISER,
     )  # fmt: skip
     cooldown: float = option(
@@ -270,7 +270,7 @@ def check_range(name: str, value: Any, metadata: Any) -> None:
         below = math.inf
     if (least is not None and not value >= least) or (below is not None and not value < below):
         wanted = [] if least is None else [f"at least {least}{' (0 disables it)' if metadata['off'] else ''}"]
-        wanted += [] if below is None else ["finite" if below == math.inf else f"less than {below}"]
+        wanted += [] if below is None else ["less than infinity" if below == math.inf else f"less than {below}"]
         raise typer.BadParameter(f"{name}: expected {' and '.join(wanted)}, got {value}")
 
 

@@ -209,7 +209,7 @@ def _probe_scheme(scheme: Scheme) -> dict[str, Any]:
 
 MEMORY_HELP = (
     "How linear attention layers forget, as KEY=VALUE,...: rule (add, delta), decay (retnet, lightning), learnable "
-    "(true, false), directions (forward, both). By default, they forget nothing."
+    "(true, false), directions (forward, both). By default, these layers forget nothing."
 )
 
 # Key of --memory for each value that people may pass without a key.

@@ -93,7 +93,7 @@ def start(config: Training) -> Accelerator:
             f"accelerate's {accelerator.distributed_type.value} is not supported; use --sharding fsdp"
         )
     if config.sharding == "fsdp" and accelerator.num_processes == 1:
-        raise typer.BadParameter("--sharding fsdp: needs several processes; start it with torchrun")
+        raise typer.BadParameter("--sharding fsdp: needs several processes; start the command with torchrun")
     parts = config.accumulate * accelerator.num_processes
     if config.batch % parts:
         raise typer.BadParameter(

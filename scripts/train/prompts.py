@@ -84,7 +84,9 @@ class Sheet:
         if height % multiple or width % multiple:
             patches = "the model's patch size"
             if factor > 1:
-                patches = f"because a patch has {plural(patch, 'latent')} per side, and a latent {factor} pixels"
+                patches = (
+                    f"because a patch has {plural(patch, 'latent')} per side, and each latent covers {factor} pixels"
+                )
             raise typer.BadParameter(
                 f"--size: expected multiples of {multiple}, {patches}, got {self.size}; the next valid size is "
                 f"{math.ceil(height / multiple) * multiple}x{math.ceil(width / multiple) * multiple}"

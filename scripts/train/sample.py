@@ -24,6 +24,7 @@ from .samplers import SAMPLERS
 from .tasks import lm
 
 TEXT, IMAGES = "lm", "diffusion"
+SAMPLER: Any = typer.Option(help=f"Images: sampler ({', '.join(SAMPLERS)}). (default: heun)")
 # Options that only one kind of run supports, with the default values.
 OWN: dict[str, dict[str, Any]] = {
     TEXT: {"tokens": 400, "temperature": 0.8, "top_p": 0.95, "scaling": None},
@@ -96,7 +97,7 @@ def main(
         float | None,
         typer.Option(max=1, callback=positive, help="Text: top-p for nucleus sampling. (default: 0.95)"),
     ] = None,
-    scaling: Annotated[str | None, typer.Option(help="Text: scaling to the new length: linear, ntk or yarn.")] = None,
+    scaling: Annotated[str | None, typer.Option(help="Text: length scaling (linear, ntk or yarn).")] = None,
     size: Annotated[
         str | None, typer.Option(help="Images: size in pixels, SIDE or HEIGHTxWIDTH. (default: the training size)")
     ] = None,
@@ -108,11 +109,11 @@ def main(
         str | None, typer.Option(help="Images: prompt or class to steer away from. (default: the empty condition)")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Images: number of sampling steps. (default: 50)")] = None,
-    sampler: Annotated[str | None, typer.Option(help=f"Images: {', '.join(SAMPLERS)}. (default: heun)")] = None,
+    sampler: Annotated[str | None, SAMPLER] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Images: number of images per prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
-        typer.Option(help="Images: positions at other sizes, rescaled or extrapolated. (default: rescaled)"),
+        typer.Option(help="Images: positions at other sizes (rescaled or extrapolated). (default: rescaled)"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN, then sheet-2.png, ...)")
@@ -130,7 +131,7 @@ def main(
     npz: Annotated[
         Path | None,
         typer.Option(
-            help="Images: .npz file for --count samples. arr_0 is uint8 (N, [frames,] H, W, 3). arr_1 has the labels."
+            help="Images: .npz file for --count samples. arr_0 is uint8 (N, [frames,] H, W, 3). arr_1 holds the labels."
         ),
     ] = None,
 ) -> None:
@@ -166,15 +167,15 @@ def check_unconditional(condition: dict[str, Any]) -> None:
     classes = condition.get("classes")
     wanted = f"a class, such as --prompt {shlex.quote(classes[0])}" if classes else "--prompt TEXT"
     raise typer.BadParameter(
-        f"--prompt: expected at least one for a run of `train diffusion`, got none; pass {wanted}, or --prompt '' for "
-        "images without a prompt"
+        f"--prompt: expected at least one prompt for a run of `train diffusion`, got none; pass {wanted}, or --prompt "
+        "'' for images without a prompt"
     )
 
 
 def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
     """Reject options that have no effect for a run with these settings, or that other options make ineffective."""
     if (given["count"] is None) != (given["npz"] is None):
-        raise typer.BadParameter(f"--count, --npz: expected both or neither, got {given['count']}, {given['npz']}")
+        raise typer.BadParameter(f"--count, --npz: expected both or neither, got {given['count']} and {given['npz']}")
     is_sheet, condition = given["npz"] is None, settings["condition"]["kind"]
     for name, has_effect, reason in (
         ("out", is_sheet, "with --npz, no sheet is written"),

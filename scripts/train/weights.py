@@ -230,7 +230,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"can't be read ({first_sentence(error)})"
         ) from error
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        raise typer.BadParameter(f"--weights {path}: expected named tensors, as saved by timm")
+        raise typer.BadParameter(f"--weights {path}: expected named tensors, as saved by timm, got other data")
     return found, settings
 
 
@@ -265,7 +265,7 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
     trained, now = (_part_of(each, "condition") for each in (before, settings))
     if trained and now and trained["kind"] != now["kind"]:
         (given, remedy), (ours, _) = KINDS[trained["kind"]], KINDS[now["kind"]]
-        return f"it was trained with {given}, and this training has {ours}: pass {remedy}, or leave out --weights"
+        return f"the weights were trained with {given}, but this run uses {ours}; pass {remedy}, or leave out --weights"
     if trained and now and len(trained.get("classes", ())) != len(now.get("classes", ())):
         return f"pass data with its {len(trained['classes'])} classes, or leave out --weights"
     differ = _list_other_values(before, settings, options)

@@ -235,7 +235,7 @@ def main(
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="Rescale positions to a grid (16, 8x-; '-' skips an axis) unless the preset scales them."),
+        typer.Option(help="Rescale positions to a grid such as 16 or 8x- ('-' skips an axis), unless the preset does."),
     ] = None,
     text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
@@ -357,4 +357,4 @@ def _read_scheme(file: str) -> Scheme:
             "lrpe_md.presets.register_scheme, and pass --import MODULE --preset NAME"
         )
         text = re.sub(r"pass your own functions with .*", remedy, str(error))
-        raise typer.BadParameter(f"--preset: expected a JSON file of Scheme.to_dict(), got {file!r}: {text}") from error
+        raise typer.BadParameter(f"--preset: expected JSON from Scheme.to_dict(), got {file!r}: {text}") from error

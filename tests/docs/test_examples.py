@@ -229,7 +229,7 @@ def test_stream_video_with_a_trained_model(tmp_path, capsys):
     assert [line.partition(":")[0] for line in printed] == [f"frame {n}" for n in (1, 2, 3, 4)]
     assert printed[-1] == f"frame 4: {('left', 'right')[index]}"
     for wrong, message in (
-        ([*command, "99.mp4"], "99.mp4: no such file"), ([*command, tmp_path], ": a folder; pass"),
+        ([*command, "99.mp4"], "99.mp4: no such file"), ([*command, tmp_path], " is a folder; pass"),
         (["--video", tmp_path / "clip.mp4"], "--run, --video: expected both"),
         (["--run", tmp_path / "data", "--video", tmp_path / "clip.mp4"], "folder: expected a run with"),
         (["--run", tmp_path / "plain", "--video", tmp_path / "clip.mp4"], "train it with --causal"),

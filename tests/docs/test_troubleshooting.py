@@ -61,7 +61,7 @@ def too_many_graphs():
 CASES = {  # beginning of a symptom: how to reproduce it
     "positions: expected 197 tokens": lambda: encode(Grid((14, 14))),
     "positions: expected 4 tokens": lambda: encode(swap=True),
-    "positions: expected the module's num_axes": lambda: encode(Grid((1, 14, 14), prefix=1)),
+    "positions: expected 2 axes for this module, got 3": lambda: encode(Grid((1, 14, 14), prefix=1)),
     "positions: expected a Grid": lambda: encode(None),
     "positions: expected coords": lambda: encode(torch.empty(197, 2, device="meta")),
     "cu_seqlens: RotateMd": lambda: RotateMd(64, 2)(inputs()[0], positions=GRID, cu_seqlens=torch.tensor([0, 197])),
@@ -77,7 +77,7 @@ CASES = {  # beginning of a symptom: how to reproduce it
     ),
     "head_dim: expected": lambda: RotateMd(63),
     "tables[0] (cos): expected": lambda: call(omega=None, positions=None, tables=(torch.randn(197, 16),) * 2),
-    "out: expected no gradient": record_gradient,
+    "out: expected gradients to be disabled": record_gradient,
     "act: expected": lambda: RotateMd(64, act="gelu"),
     "block: expected": blocks_that_do_not_fit,
     "FailOnRecompileLimitHit: Hard": too_many_graphs,

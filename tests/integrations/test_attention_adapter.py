@@ -574,7 +574,7 @@ def invalid(change=None, encoding="rotate", positions=plain.dit_positions, **opt
 
 INVALID = {
     "modules": ({"modules": "block*.attention"}, r"modules: .* such as blocks\.\*\.attn, got 'block"),
-    "name": ({"name": "blocks"}, "name: expected an attribute that the model does not have, got 'blocks'"),
+    "name": ({"name": "blocks"}, "name: expected an attribute name that the model does not use, got 'blocks'"),
     "positions": ({"positions": (4, 6)}, r"positions: .*tensor.* got \(4, 6\); .* Grid\(\(4, 6\)\)"),
     "encoding": ({"encoding": "rotary"}, r"encoding: unknown 'rotary'; did you mean 'rotate'\? Expected 'cosine'"),
     "layers": ({"encoding": torch.nn.ModuleList([RotateMd(16, 2)])}, "one module for each of the 2 attention modules"),
@@ -796,7 +796,7 @@ def test_positions_that_are_not_known():
     inputs = style.inputs((8, 12))
     with pytest.raises(RuntimeError, match=r"positions: expected positions for blocks\.0\.attn from the forward pass"):
         model(*inputs)
-    with pytest.raises(ValueError, match="model: expected a model that was adapted with name="):
+    with pytest.raises(ValueError, match="model: set_positions needs a model that is adapted with name="):
         set_positions(model, Grid((4, 6)))
     model = invalid(positions=lambda x, t, y: (4, 6))
     with pytest.raises(TypeError, match="positions: expected a Grid, Coordinates, a tensor"):

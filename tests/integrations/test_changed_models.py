@@ -386,7 +386,9 @@ def test_a_model_of_which_a_part_is_left():
     known = mistral.apply_rotary_pos_emb
     mistral.apply_rotary_pos_emb = turn_wrongly
     try:
-        with pytest.warns(UserWarning, match=r"^adapt_rotary: left unchanged: .*turn_wrongly|apply_rotary"):
+        with pytest.warns(
+            UserWarning, match=r"^adapt_rotary: left these functions unchanged: .*turn_wrongly|apply_rotary"
+        ):
             adapt_rotary(both)
     finally:
         mistral.apply_rotary_pos_emb = known

@@ -516,7 +516,7 @@ def test_an_encoder_that_does_not_say_what_empty_is():
 
 WRONG_CONDITIONS = {
     "no width": (
-        r"text_encoder: expected attributes width .* use .*PretrainedEncoder",
+        r"text_encoder: expected .* attributes width .* use .*PretrainedEncoder",
         {"text_encoder": nn.Linear(1, 1)},
     ),
     "two widths": (r"text_width, pooled_width: .*leave out both", {"text_encoder": Foreign(), "text_width": 3}),

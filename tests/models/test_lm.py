@@ -392,7 +392,7 @@ def test_sampling_draws_from_the_distribution(temperature: float, top_p: float, 
     ({"encoding": "none", "phase": True}, "phase, learnable: expected False with encoding='none'"),
     ({"num_kv_heads": 0}, "num_kv_heads: expected a positive integer, got 0"),
     ({"depth": 1.5}, "depth: expected a positive integer, got 1.5"),
-    ({"dim": 36}, "dim: expected an even head_dim for a rotation, got 36 / 4"),
+    ({"dim": 36}, "dim: expected an even dim / num_heads for a rotation, got 36 / 4"),
 ])  # fmt: skip
 def test_config_errors(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -412,8 +412,8 @@ def test_errors() -> None:
             model, tokens > 1, 2
         ),
         "temperature: .* got inf": lambda: generate(model, tokens, 2, temperature=math.inf),
-        "temperature: expected 0": lambda: generate(model, tokens, 2, temperature=-1),
-        "top_p: expected more than 0": lambda: generate(model, tokens, 2, top_p=0),
+        "temperature: expected a finite": lambda: generate(model, tokens, 2, temperature=-1),
+        "top_p: expected a number greater than 0": lambda: generate(model, tokens, 2, top_p=0),
         "cuda_graph: expected a model on a GPU": lambda: generate(model, tokens, 2, cuda_graph=True),
         r"padding: expected an integer tensor of shape \(2,\)": lambda: generate(
             model, tokens, 2, padding=torch.zeros(3).long()
@@ -467,7 +467,7 @@ def test_errors_of_a_cache(attention: str) -> None:
             tokens[:, :0], cache
         ),
         "tokens: expected an integer tensor .* torch.float32": lambda: model(tokens[:, :1] + 0.7, cache),
-        "cache: expected a cache for this model, with 2 layers, got 1": lambda: model(
+        "cache: expected a cache with 2 layers, like this model, got 1": lambda: model(
             tokens, replace(cache, layers=cache.layers[:1])
         ),
         r"token: expected an integer tensor of shape \(2,\), got torch.float32 \(2,\)": lambda: decoder.step(

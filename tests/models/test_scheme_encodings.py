@@ -107,7 +107,7 @@ def test_text_by_published_schemes():
     same_as(CausalLm(LmConfig(encoding="rope_1d", **sizes)), CausalLm(LmConfig(**sizes)), tokens)
     learned = CausalLm(LmConfig(encoding="rope_1d", learnable=True, base=50.0, **sizes))
     assert learned.encoding.distinct[0].log_theta.requires_grad
-    with pytest.raises(ValueError, match="encoding: expected a scheme on one axis, got one on 3 axes"):
+    with pytest.raises(ValueError, match="encoding: expected a scheme with one axis, got one with 3"):
         LmConfig(encoding="wan", **sizes)
 
 

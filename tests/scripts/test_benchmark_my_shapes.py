@@ -159,9 +159,9 @@ def test_exhausted_limit_is_reported(tmp_path):
 REFUSED = {
     "grid": (
         ("--grid", "3by4"),
-        "--grid: expected sizes per axis, slowest first, such as 21x45x80 or 4096, got '3by4'",
+        "--grid: expected one size per axis, slowest axis first, such as 21x45x80 or 4096, got '3by4'",
     ),
-    "empty": (("--grid", "3x0"), "--grid: expected sizes"),
+    "empty": (("--grid", "3x0"), "--grid: expected one size"),
     "kv heads": (("--kv-heads", "3"), "--kv-heads: expected a divisor of --heads 2, got 3"),
     "head_dim": (("--head-dim", "15"), "--head-dim: expected an even number, got 15"),
     "map": (("--map", "turn"), "--map: unknown 'turn'"),
@@ -171,7 +171,7 @@ REFUSED = {
         ("--map", "cosine", "--pairs", "interleaved"),
         "--pairs interleaved: only works with --map rotate; leave out --pairs",
     ),
-    "linear": (("--linear", "--kv-heads", "1"), "--linear: only supports --pairs half, without --kv-heads"),
+    "linear": (("--linear", "--kv-heads", "1"), "--linear: only supports --pairs half and no --kv-heads"),
     "memory": (("--batch", "1000000", "--grid", "512x512"), "GiB are free; use --batch"),
     "one is too large": (("--grid", "100000x100000x1000"), "use a smaller grid"),
 }

@@ -98,7 +98,9 @@ def test_classes_without_training_videos_are_refused(tmp_path):
     data = write_classes(tmp_path / "split", ("train", "val"), 1)
     (data / "val" / "grey").mkdir()
     write_video(data / "val" / "grey" / "0.mp4", shades(60, 8), DECODERS[0])
-    with pytest.raises(VideoError, match=r"expected training videos for every class, but found grey only in val/. Add"):
+    with pytest.raises(
+        VideoError, match=r"expected training videos for every class, got none for grey; add videos to train/"
+    ):
         load_labelled([data], 8, parts=4)
 
 

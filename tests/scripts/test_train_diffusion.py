@@ -139,10 +139,10 @@ BAD = {
     "no zip": (r"can't be read as a zip", lambda f: load(f / "metadata.jsonl")),
     "no images": (r"no images among its 0 files", lambda f: [(f / "new").mkdir(), load(f / "new")]),
     "row without image": (
-        r"1 rows of metadata.jsonl without an image: red0.png;", lambda f: [(f / "red0.png").unlink(), load(f)],
+        r"1 row of metadata.jsonl without an image: red0.png;", lambda f: [(f / "red0.png").unlink(), load(f)],
     ),
     "image without row": (
-        r"1 images without a row in metadata.jsonl: new.png",
+        r"1 image without a row in metadata.jsonl: new.png",
         lambda f: [Image.new("L", (2, 2)).save(f / "new.png"), load(f)],
     ),
     "row without caption": (
@@ -164,7 +164,7 @@ BAD = {
         lambda f: [(f / "metadata.jsonl").unlink(), load(f)],
     ),
     "text without image": (
-        r"1 captions without an image: purple.txt",
+        r"1 caption without an image: purple.txt",
         lambda f: [
             (f / "metadata.jsonl").unlink(),
             _break(f, **{f"{p.stem}.txt": "" for p in f.glob("*.png")}, **{"purple.txt": ""}),
@@ -185,7 +185,7 @@ BAD = {
         lambda f: [(f / "metadata.jsonl").unlink(), load(f, without="odd")],
     ),
     "few texts beside": (
-        r"next to each of the 24 images, got 2 \(none for .*; add the missing ones, or pass --condition none or labels",
+        r"next to each of the 24 images, got 2 \(none for .*; add the missing captions, or pass --condition none or ",
         lambda f: [(f / "metadata.jsonl").unlink(), _break(f, **{"red0.txt": "", "red1.txt": ""}), load(f)],
     ),
     "one caption": (

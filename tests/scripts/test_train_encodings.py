@@ -76,14 +76,14 @@ WRONG_OPTIONS = {
     "rotate:dim=3": "dim: must be left out for act=none (only softmax has a dim), got 3",
     "rotate:learnable=maybe": "learnable: expected true, false or raw (learn theta, not its logarithm), got 'maybe'",
     "rotate:phase=yes": "phase: expected true, false or k (only on the keys), got 'yes'",
-    "rotate:pairs=x": "pairs: expected one of half, interleaved or the number of pairs of each block, got 'x'",
+    "rotate:pairs=x": "pairs: expected one of half, interleaved or the number of pairs in each block, got 'x'",
     "rotate:frequencies=x": "frequencies: expected axial or mixed, got 'x'",
     "rotate:heads=all": "heads: expected shared or own, got 'all'",
     "rotate:split=1,2": "split: expected a share for each of the 3 axes, got 1,2; pass 3 numbers, such as 1,1,1",
     "rotate:amplitude=1,2": "amplitude: expected a number, got 1,2",
-    "rotate:remainder=1": "remainder: must be left out without split, got 1; it is the axis",
+    "rotate:remainder=1": "remainder: must be left out without split, got 1; pass split as well",
     "wan:split=1,2": "split: expected a share for each of wan's 3 axes, got 1,2; pass 3 numbers, such as 1,1,1",
-    "wan:seed=3": "seed: must be left out, because wan doesn't use it",
+    "wan:seed=3": "seed: must be left out, because wan only accepts",
     "wan:scaling=x": "wan has no option 'scaling'",
 }
 
@@ -161,7 +161,7 @@ def test_options_reach_the_model():
         ("digits", "cosine:act=gelu", r"act: expected one of .*, got 'gelu'"),
         ("digits", "flux1", r"head_dim: flux1 doesn't support 16"),
         ("image", "qwen2_vl_vision", r"--dim 192 --heads 3: encoding: .*whose tokens are in row-major order"),
-        ("lm", "wan", r"encoding: expected a scheme on one axis, got one on 3 axes"),
+        ("lm", "wan", r"encoding: expected a scheme with one axis, got one with 3"),
         ("lm", "rotate:split=1,3", r"rotate has no option 'split'; it accepts act, base, learnable, phase"),
     ],
 )  # fmt: skip
@@ -188,7 +188,7 @@ def test_what_is_wrong_is_said(task, encoding, message):
             "lm",
             "rotate",
             {"dim": 18, "heads": 6},
-            "even head_dim for a rotation, got 18 / 6 heads; pass --dim 12 or 24$",
+            "even dim / num_heads for a rotation, got 18 / 6 = 3; pass --dim 12 or 24$",
         ),
     ],
 )

@@ -135,9 +135,9 @@ def test_wrong_data_and_options_are_refused(tmp_path, name):
         ({"x": np.zeros((3, 8, 8))}, r"expected images as uint8 .*, got float64 \(3, 8, 8\)"),
         (
             {"x": np.zeros((3, 8, 8), np.uint8), "y": np.array([0, 1])},
-            r"expected integer labels from 0, shape \(3,\), got int64 \(2,\)",
+            r"expected non-negative integer labels of shape \(3,\), got int64 \(2,\)",
         ),
-        ({"x": np.zeros((3, 8, 8), np.uint8), "y": np.array([0, -1, 1])}, "expected integer labels from 0"),
+        ({"x": np.zeros((3, 8, 8), np.uint8), "y": np.array([0, -1, 1])}, "expected non-negative integer labels"),
     ],
 )
 def test_wrong_arrays_are_refused(tmp_path, arrays, message):
@@ -304,7 +304,7 @@ def test_features_equal_those_of_the_text_model(tmp_path, kind):
     if kind == "clip":
         torch.testing.assert_close(found.pooled, expected.pooled, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(folder.empty.features, encoder([""]).features, rtol=1e-4, atol=1e-5)
-    with pytest.raises(typer.BadParameter, match="1 captions of --data are missing, such as 'a dog'"):
+    with pytest.raises(typer.BadParameter, match="got none for 1 caption, such as 'a dog'"):
         folder.find(["a red tile", "a dog"])
 
 
@@ -440,7 +440,7 @@ def by_class(data, tmp_path_factory) -> Path:
 
 
 OTHERS = {
-    "condition": ({"condition": "none"}, "class labels, and this training has no condition: pass --condition labels"),
+    "condition": ({"condition": "none"}, "class labels, but this run uses no condition; pass --condition labels"),
     "patch": ({"patch": 4}, r"pass --patch 2\. .*\(32, 12\) in the file and \(32, 48\) in the model\)$"),
     "several": ({"dim": 64, "depth": 2, "heads": 4}, r"pass --dim 32 --depth 1 --heads 2\. The weights are for a dif"),
     "mlp": ({"mlp": "swiglu", "encoding": "none"}, r"pass --mlp gelu\. The weights are for a different architecture"),
@@ -449,13 +449,13 @@ OTHERS = {
 
 @pytest.mark.parametrize(("changes", "message"), OTHERS.values(), ids=list(OTHERS))
 def test_weights_of_another_model_name_the_options(data, by_class, tmp_path, changes, message):
-    with pytest.raises(typer.BadParameter, match=f"--weights .*: (it was trained with )?{message}"):
+    with pytest.raises(typer.BadParameter, match=f"--weights .*: (the weights were trained with )?{message}"):
         diffusion.run(config(data["labels"], tmp_path / "out", **{"patch": 2, "weights": str(by_class), **changes}))
     assert not (tmp_path / "out").exists()
 
 
 def test_weights_of_another_condition(data, by_class, tmp_path):
-    message = "was trained with class labels, and this training has captions: pass --condition labels, and data with cl"
+    message = "were trained with class labels, but this run uses captions; pass --condition labels, and data with cl"
     with pytest.raises(typer.BadParameter, match=message):
         diffusion.run(config({"data": data["features"]["data"], **PIXELS}, tmp_path / "out", weights=str(by_class)))
     fewer = write_classes(tmp_path / "fewer")
@@ -704,19 +704,19 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
         (
             "latents",
             ["--prompt", "green", "--size", "9x8"],
-            "--size: expected multiples of 2, because a patch has 1 latent per side, and a latent 2 pixels, got 9x8",
+            "--size: expected multiples of 2, because a patch has 1 latent per side, and each latent covers 2 pixels",
         ),
         (
             "none",
             ["--scale", "2"],
             "--scale: has no effect, because this run was trained without captions or classes",
         ),
-        ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
+        ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3 and None"),
         ("labels", ["--prompt", "red", "--sampler", "ddim"], "--sampler: unknown 'ddim'"),
         (
             "labels",
             [],
-            "--prompt: expected at least one for a run of `train diffusion`, got none; pass a class, such as",
+            "--prompt: expected at least one prompt for a run of `train diffusion`, got none; pass a class, such as",
         ),
         ("labels", ["--prompt-file", "absent.txt"], "--prompt-file absent.txt: can't be read as text"),
     ],

@@ -167,7 +167,7 @@ def test_images_and_digits_by_layer(tmp_path):
     ("image", {"attention": "linear,linear,softmax"}, "--attention linear,linear,softmax --dim 192 --heads 3: "
      "attention: expected one value, or a sequence that can be repeated over the 8 layers, got 3 values"),
     ("lm", {"attention": "linear", "memory": "rule=delta"}, "--memory rule=delta: memory: expected rule=add and "
-     "directions=forward in a causal model of single tokens; for a token-by-token delta rule, use"),
+     "directions=forward in a causal language model; for a token-by-token delta rule, use"),
     ("lm", {"memory": "decay=retnet"}, "--memory needs linear attention; use --attention linear"),
     ("video", {"attention": "linear", "memory": "decay=retnet"}, "directions: expected both without --causal; "
      "pass directions=both in --memory, or pass --causal"),

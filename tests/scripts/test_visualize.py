@@ -822,7 +822,7 @@ def test_invalid_json_files(changes: dict[str, Any], message: str, tmp_path: Pat
     twice = run("-p", save_scheme(tmp_path / "wan.json"), "-p", "wan", "--out", str(tmp_path / "out"))
     assert "--preset: expected different names, got 'wan' twice" in twice.output
     (tmp_path / "broken.json").write_text("{")
-    assert "--preset: expected a JSON file of Scheme.to_dict(), got" in run("-p", str(tmp_path / "broken.json")).output
+    assert "--preset: expected JSON from Scheme.to_dict(), got" in run("-p", str(tmp_path / "broken.json")).output
 
 
 def save_grid(path: Path, grid: str, frequencies: Any) -> str:
@@ -903,7 +903,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ([], "expected either --preset or --frequencies"),
     (["-p", "wan", "--frequencies", "axial"], "expected either --preset or --frequencies"),
     (["-p", "wann"], "--preset: unknown 'wann'; did you mean 'wan'? For your own scheme, pass --import MODULE or a"),
-    (["-p", "absent.json"], "--preset: expected a JSON file of Scheme.to_dict(), got 'absent.json': [Errno 2]"),
+    (["-p", "absent.json"], "--preset: expected JSON from Scheme.to_dict(), got 'absent.json': [Err"),
     (["-p", "wan", "--map", "cosine"], "--map: expected no value with --preset, got 'cosine'; leave out --map"),
     (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: expected no value with --preset, got 'minor_first'"),
     (["--frequencies", "dense"], "--frequencies: unknown 'dense'"),
@@ -929,7 +929,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--token", "18x0"], "--token: expected coordinates on the grid 18x28, starting at 0, got 18x0"),
     (["-p", "eva02", "--token", "1x1x1"], "--token: expected coordinates on the grid 18x28, starting at 0, got 1x1x1"),
     (["-p", "wan", "--base", "0"], "--base: expected a positive number, got 0.0"),
-    (["-p", "cosformer", "--base", "3"], "--base: must be left out, because cosformer doesn't use it"),
+    (["-p", "cosformer", "--base", "3"], "--base: must be left out, because cosformer only accepts"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0, because --heads is 1, got 1; for more heads, pass"),
     (["-p", "eva02", "--dpi", "5000"], "'--dpi': Input should be less than or equal to 1200"),
     (["-p", "eva02", "--channel", "32"], "--channel for eva02: expected 0 to 31, got 32"),

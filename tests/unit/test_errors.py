@@ -79,7 +79,7 @@ BAD = {
         lambda: cosine(x, omega=omega, positions=grid, amplitude=torch.ones(4)),
     ),
     "amplitude of other heads": (
-        ValueError, r"amplitude: expected 1 head or omega's 2, got 4",
+        ValueError, r"amplitude: expected 1 head, or 2 like omega, got 4",
         lambda: cosine(x, omega=torch.rand(2, 8, 2), positions=grid, amplitude=torch.ones(4, 8)),
     ),
     "amplitude in bfloat16": (
@@ -103,7 +103,7 @@ BAD = {
         lambda: rotate(x, omega=torch.rand(1, 4, 1), positions=torch.arange(12).expand(2, 12)),
     ),
     "position ids (1, N)": (
-        ValueError, r"positions: .*num_axes, 1, got 12 axes.*pass positions\[..., None\]",
+        ValueError, r"positions: .*1 axis for this module, got 12.*pass positions\[..., None\]",
         lambda: Rotate1d(8)(x, positions=torch.arange(12)[None]),
     ),
     "positions of another batch": (
@@ -123,11 +123,11 @@ BAD = {
         lambda: LinearAttention(RotateMd(8, 1, act="relu"))(x, x, x),
     ),
     "position ids (B, N) of a module": (
-        ValueError, r"positions: .*num_axes, 1, got 12 axes.*pass positions\[..., None\]",
+        ValueError, r"positions: .*1 axis for this module, got 12.*pass positions\[..., None\]",
         lambda: Rotate1d(8)(x, positions=torch.arange(12).expand(2, 12)),
     ),
     "as many samples as tokens": (
-        ValueError, r"num_axes, 1, got 4 axes.*pass positions\[..., None\]",
+        ValueError, r"1 axis for this module, got 4.*pass positions\[..., None\]",
         lambda: Rotate1d(8)(torch.randn(4, 1, 4, 8), positions=torch.arange(4).expand(4, 4)),
     ),
     "positions (N,)": (
@@ -179,7 +179,7 @@ BAD = {
         ValueError, r"omega: .*2 heads", lambda: rotate(x, x[:, :2], omega=torch.rand(4, 4, 2), positions=(grid, grid)),
     ),
     "k of another batch in a pair": (
-        ValueError, r"k: expected the same batch",
+        ValueError, r"k: expected q's batch size",
         lambda: rotate(x, x[:1], omega=pairs, positions=(grid, grid)),
     ),
     "a phase for k without k": (
@@ -230,7 +230,7 @@ BAD = {
         lambda: cosine(x, x.half(), omega=omega, positions=grid),
     ),
     "k of a different length": (
-        ValueError, r"k: expected the same batch",
+        ValueError, r"k: expected q's batch size",
         lambda: cosine(x, x[:, :, :5], omega=omega, positions=grid),
     ),
     "omega in bfloat16": (TypeError, r"omega: .*16 bits", lambda: cosine(x, omega=omega.bfloat16(), positions=grid)),
@@ -251,7 +251,7 @@ BAD = {
         ValueError, r"phase", lambda: cosine(x, omega=omega, positions=grid, phase=torch.rand(1, 4)),
     ),
     "phase of other heads": (
-        ValueError, r"phase: expected 1 head or omega's 4",
+        ValueError, r"phase: expected 1 head, or 4 like omega",
         lambda: cosine(x, omega=torch.rand(4, 8, 2), positions=grid, phase=torch.rand(2, 8)),
     ),
     "positions no positions": (
@@ -314,15 +314,15 @@ BAD = {
         lambda: PresetMd("eva02", head_dim=8)(x, x, position=grid),
     ),
     "positions of a module on one axis": (
-        ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; build the module with num_axes=1$",
+        ValueError, r"positions: expected 2 axes for this module, got 1; build the module with num_axes=1$",
         lambda: RotateMd(8, 2)(x, positions=Grid((12,))),
     ),
     "positions of a module on one axis and without the prefix": (
-        ValueError, r"num_axes, 2, got 1 axis; build the module with num_axes=1$",
+        ValueError, r"2 axes for this module, got 1; build the module with num_axes=1$",
         lambda: RotateMd(8, 2)(x, positions=Grid((10,))),
     ),
     "positions of a module with axes first": (
-        ValueError, r"num_axes, 2, got 12 axes; for coordinates \(K, N\), pass positions.mT$",
+        ValueError, r"2 axes for this module, got 12; for coordinates \(K, N\), pass positions.mT$",
         lambda: RotateMd(8, 2)(x[:1], positions=torch.rand(2, 12)),
     ),
     "query heads as num_heads, without the prefix": (
@@ -330,15 +330,15 @@ BAD = {
         lambda: RotateMd(8, 2, num_heads=3)(x, positions=Grid((2, 5))),
     ),
     "positions of Rotate1d on two axes": (
-        ValueError, r"num_axes, 1, got 2 axes; use RotateMd\(head_dim, num_axes=2\)$",
+        ValueError, r"1 axis for this module, got 2; use RotateMd\(head_dim, num_axes=2\)$",
         lambda: Rotate1d(8)(x, positions=grid),
     ),
     "positions of a module in linear attention": (
-        ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; build the module with num_axes=1$",
+        ValueError, r"positions: expected 2 axes for this module, got 1; build the module with num_axes=1$",
         lambda: LinearAttention(RotateMd(8, 2, act="relu"))(x, x, x, positions=Grid((12,))),
     ),
     "packed positions of Rotate1d in linear attention": (
-        ValueError, r"num_axes, 1, got 2 axes; use RotateMd",
+        ValueError, r"1 axis for this module, got 2; use RotateMd",
         lambda: LinearAttention(Rotate1d(8, act="relu"))(*3 * [x[:1]], positions=lrpe_md.pack([grid])),
     ),
     "head_dim of a module in linear attention": (
@@ -346,15 +346,15 @@ BAD = {
         lambda: LinearAttention(RotateMd(6, 2, act="relu"))(x, x, x, positions=grid),
     ),
     "positions of a scheme on another number of axes": (
-        ValueError, r"num_axes, 2, got 1 axis; use a scheme with 1 axis$",
+        ValueError, r"2 axes for this module, got 1; use a scheme with 1 axis$",
         lambda: PresetMd("eva02", head_dim=8)(x, positions=Grid((12,))),
     ),
     "positions of an image for a video scheme": (
-        ValueError, r"num_axes, 3, got 2 axes; pass module.positions\(2, \(2, 5\)\)$",
+        ValueError, r"3 axes for this module, got 2; pass module.positions\(2, \(2, 5\)\)$",
         lambda: PresetMd("flux1", head_dim=32)(torch.rand(1, 1, 12, 32), positions=Grid((2, 5), prefix=2)),
     ),
     "coordinates of an image for a video scheme": (
-        ValueError, r"num_axes, 3, got 2 axes; pass coordinates on 3 axes, or module.positions\(\.\.\.\)$",
+        ValueError, r"3 axes for this module, got 2; pass coordinates on 3 axes, or module.positions\(\.\.\.\)$",
         lambda: PresetMd("flux1", head_dim=32)(torch.rand(1, 1, 12, 32), positions=torch.rand(12, 2)),
     ),
     "a list as positions for different lengths": (
@@ -382,7 +382,7 @@ BAD = {
         lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: pairs * math.nan),
     ),
     "omega of a function with a gradient": (
-        ValueError, r"frequencies: expected a tensor that doesn't require gradients.* pass learnable=True to learn",
+        ValueError, r"frequencies: expected a tensor that doesn't require gradients.* To learn the frequencies, pass",
         lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: pairs.clone().requires_grad_()),
     ),
     "omega of a function as an array": (
@@ -457,7 +457,7 @@ BAD = {
         lambda: rotate(x, omega=torch.rand(1, 4, 3), positions=torch.rand(3, 12)),
     ),
     "axes before tokens in a module": (
-        ValueError, r"num_axes, 3, got 12 axes; for coordinates \(K, N\), pass positions.mT$",
+        ValueError, r"3 axes for this module, got 12; for coordinates \(K, N\), pass positions.mT$",
         lambda: RotateMd(16, 3)(torch.randn(2, 4, 12, 16), positions=torch.rand(2, 3, 12)),
     ),
     "a tensor in a pack": (

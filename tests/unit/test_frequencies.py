@@ -91,7 +91,7 @@ def test_series():
         (lambda: llama3_scaling(torch.ones(4), low=4.0, high=1.0), "high"),
         (
             lambda: riflex_scaling(torch.ones(4), 8),
-            "repeats_at, index: expected exactly one of the two, got None, None",
+            "repeats_at, index: expected exactly one of the two, got None and None",
         ),
         (lambda: riflex_scaling(torch.ones(4), 8, index=4), "index: expected a number from 0 to 3, got 4"),
         (lambda: riflex_scaling(torch.ones(4), 0, index=1), "length: .*got 0"),
@@ -172,9 +172,7 @@ def test_shares():
     assert split_channels(64, (2, 7, 7)) == (8, 28, 28)
     assert split_channels(64, (1, 1, 1), remainder=0) == (22, 21, 21)
     assert split_channels(65, (1, 1, 1), remainder=2) == (21, 21, 23)
-    with pytest.raises(
-        ValueError, match=r"num_channels: .* multiple of 2 .*, got 7 channels or pairs; .*\(\.\.\., remainder=0\)$"
-    ):
+    with pytest.raises(ValueError, match=r"num_channels: .* multiple of 2 .*, got 7; .*\(\.\.\., remainder=0\)$"):
         split_channels(7, (1, 1))
 
 

@@ -196,7 +196,7 @@ BAD = {
     ),
     "another width": (
         ValueError,
-        r"last dimension of 4 \(pairs\) or 8 \(rotated channels\), got \(12, 6\)",
+        r"last dimension of 4 \(pairs\) or 8 \(rotated channels\), got shape \(12, 6\)",
         {"tables": (COS[:, :6],) * 2},
     ),
     "the width of another rotary_dim": (
@@ -270,9 +270,9 @@ def test_refused(name):
 def test_refused_for_q_and_k_and_for_cosine():
     with pytest.raises(ValueError, match=r"a divisor of x's heads \(4, 2\), got 4"):
         rotate(Q, K, tables=(COS.expand(1, 4, 12, 8),) * 2)
-    with pytest.raises(ValueError, match=r"last dimension of 8 \(channels\), got \(12, 16\)"):
+    with pytest.raises(ValueError, match=r"last dimension of 8 \(channels\), got shape \(12, 16\)"):
         cosine(X, tables=(torch.ones(12, 16),) * 2)
-    with pytest.raises(ValueError, match=r"k: expected the same batch, tokens"):
+    with pytest.raises(ValueError, match=r"k: expected q's batch size, number of tokens"):
         rotate(Q, K[:, :, :5], tables=TABLES)
 
 

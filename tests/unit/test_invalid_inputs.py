@@ -203,7 +203,7 @@ def test_errors_refer_to_the_module(name):
     module, cube = MODULES[name](), Grid((1, 2, 3))
     module(X, X, positions=GRID)
     for where in (cube, cube.explicit(), cube.coordinates(), (GRID, cube)):
-        with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 2, got 3 axes"):
+        with pytest.raises(ValueError, match=r"^positions: expected 2 axes for this module, got 3"):
             module(X, X, positions=where)
     wide = torch.zeros(1, 2, 6, 16)
     with pytest.raises(ValueError, match=r"^x: expected head_dim=8, got 16 in a tensor of shape \(1, 2, 6, 16\)"):
@@ -228,9 +228,9 @@ def test_other_heads_than_the_modules():
     text = Rotate1d(8, num_heads=2, theta=torch.rand(2, 4))
     with pytest.raises(ValueError, match=r"^x: expected a number of heads divisible by num_heads=2 .*, got 3"):
         text(torch.zeros(1, 3, 6, 8))
-    with pytest.raises(ValueError, match=r"^positions: expected the module's num_axes, 1, got 2 axes; use RotateMd"):
+    with pytest.raises(ValueError, match=r"^positions: expected 1 axis for this module, got 2; use RotateMd"):
         text(X, positions=GRID)
-    with pytest.raises(ValueError, match=r"num_axes, 2, got 1 axis; build the module with num_axes=1$"):
+    with pytest.raises(ValueError, match=r"2 axes for this module, got 1; build the module with num_axes=1$"):
         module(X, positions=Grid((6,)))
 
 
@@ -264,7 +264,7 @@ def test_module_from_a_preset_name():
         assert torch.equal(by_name.get_omega(), made.get_omega())
         assert by_name.head_dim == made.head_dim
     with pytest.raises(
-        ValueError, match=r"head_dim, num_heads: expected None with a Preset, which already has them, got 64, None"
+        ValueError, match=r"head_dim, num_heads: expected None with a Preset, which already defines both, got 64, None"
     ):
         PresetMd(preset("wan"), head_dim=64)
     with pytest.raises(ValueError, match=r"name: expected one of .*, got 'wann'"):

@@ -30,7 +30,7 @@ ERRORS = {
     r"q: expected shape \(B, H, N, D\), got \(2, 4, 7\)": {"q": Q[..., 0]},
     r"q: expected float16, .*, got torch.int64": {"q": Q.long()},
     r"k: expected q's dtype and device, torch.float32 on cpu, got torch.float64": {"k": K.double()},
-    r"k: expected the same batch, tokens and head_dim as q \(2, 7, 8\), got shape \(2, 2, 6, 8\)": {"k": K[:, :, :6]},
+    r"k: expected q's batch size, number of tokens and head_dim, \(2, 7, 8\), got shape \(2, 2, 6": {"k": K[:, :, :6]},
     r"k: expected a number of heads that divides q's 4 \(GQA\), got 3": {
         "k": K[:, [0, 1, 1]], "v": K[:, [0, 1, 1]],
     },
@@ -50,7 +50,7 @@ ERRORS = {
     r"positions: expected 7 tokens \(x's N\), got prefix 0 \+ coords \(6, 2\)": {"positions": torch.zeros(6, 2)},
     r"positions: expected a pair \(for q, for k\), got 1 values": {"positions": (GRID,)},
     r"phase: expected a pair \(for q, for k\), got 3 values": {"phase": (None, None, None)},
-    r"phase: expected one group, \(H or 1, channels or pairs\), got \(2, 1, 8\)": {"phase": torch.zeros(2, 1, 8)},
+    r"phase: expected one group, shape \(H or 1, channels or pairs\), got \(2, 1": {"phase": torch.zeros(2, 1, 8)},
     r"act: expected one of \('none', 'relu', .*, got 'gelu'": {"act": "gelu"},
     r"dim: expected -1 \(features\) or -2 \(sequence\) for act='softmax', got None": {"act": "softmax"},
     r"order: expected one of .*, got 'sin'": {"order": "sin"},
@@ -96,8 +96,8 @@ ERRORS = {
     r"gate: expected a tensor of shape \(B, H_k or 1, N\), got float": {"gate": 0.5},
     r"gate: expected a tensor on k's device cpu, got meta": {"gate": torch.ones(2, 1, 7, device="meta")},
     # masks
-    r"block: expected a divisor of the 6 tokens between prefix and suffix .*, got 4": {"block": 4},
-    r"block: .*, got 4; for tokens before the first block, pass Coordinates\(\.\.\., prefix=\)": {
+    r"block: expected a divisor of 6, the number of tokens between prefix and suffix, got 4; for a video": {"block": 4},
+    r"block: .*, got 4; .*, and for tokens before the first block, pass Coordinates\(\.\.\., prefix=\)": {
         "block": 4, "positions": torch.zeros(7, 2),
     },
     r"block: expected a positive integer, .*, got 0": {"block": 0},
@@ -148,7 +148,7 @@ ERRORS = {
         **ONE,
         "cu_seqlens": CU[:1],
     },
-    r"cu_seqlens: expected sequences packed in q \(1, H, N, D\), got \(2, 4, 7, 8\)": {"cu_seqlens": CU},
+    r"cu_seqlens: expected packed sequences in q of shape \(1, H, N, D\), got \(2, 4, 7, 8\)": {"cu_seqlens": CU},
     r"cu_seqlens: expected a tensor on q's device cpu, got meta": {**ONE, "cu_seqlens": CU.to("meta")},
     **{
         rf"cu_seqlens: expected non-decreasing offsets from 0 to 7 .*, got \[{shown}\]": {
@@ -167,7 +167,7 @@ ERRORS = {
     # state
     r"state: expected \(S, Σ\), or \(S, None\) .*, got Tensor": {"state": S},
     r"state: expected \(S, Σ\), or \(S, None\) .*, got tuple": {"state": (None, SUMS)},
-    r"state: expected \(S, Σ\) of shapes \[\(2, 2, 16, 8\), \(2, 2, 8\)\] .*, got 1 tensors": {"state": (S, None)},
+    r"state: expected \(S, Σ\) of shapes \[\(2, 2, 16, 8\), \(2, 2, 8\)\] .*, got 1 tensor$": {"state": (S, None)},
     r"state: expected \(S, Σ\) of shapes .*, got \[\(2, 2, 8, 8\), \(2, 2, 8\)\]": {"state": (S[:, :, :8], SUMS)},
     r"state: expected \(S, Σ\) of shapes .*, got \[\(2, 2, 16, 8\), \(2, 2, 16\)\]": {"state": (S, S[..., 0])},
     r"state: expected \(S, Σ\) of shapes \[\(2, 2, 16, 8\), \(2, 2, 16\)\], .*, got": {

@@ -263,7 +263,8 @@ def test_text_needs_no_positions(scale_base):
     second = module(*rest, Grid((2,)).offset(4), is_causal=True, state=state)
     torch.testing.assert_close(torch.cat([first, second], 2), whole)
     with pytest.raises(
-        ValueError, match=r"positions: expected the positions of the new tokens with a state, got None; .*offset"
+        ValueError,
+        match=r"positions: expected the positions of the new tokens when a state is passed, got None; .*offset",
     ):
         module(*rest, is_causal=True, state=state)
 

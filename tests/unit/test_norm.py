@@ -105,7 +105,7 @@ ERRORS = {
     "three weights": (
         ValueError, r"norm\.weight: expected a pair \(for q, for k\), got 3 values", lambda: Norm(weight=(Q, Q, Q)),
     ),
-    "one of two": (TypeError, r"norm\.weight: .* got a tuple with None", lambda: Norm(weight=(normal(D), None))),
+    "one of two": (TypeError, r"norm\.weight: .* a tuple that contains None", lambda: Norm(weight=(normal(D), None))),
     "a list": (TypeError, r"norm\.weight.*\(of q\): expected a tensor", lambda: Norm(weight=[1.0])),
     "another width": (
         ValueError, r"norm\.weight\[0\] \(of q\): expected shape \(D,\).* with H = 4 and D = 16 .* got \(8,\)",

@@ -119,7 +119,7 @@ def test_a_packed_projection_of_the_modules():
         (lambda qkv: rotate(qkv[:, :, 0], num_key_heads=1, omega=OMEGA, positions=GRID), "num_key_heads: .*out qkv"),
         (lambda qkv: RotateMd(8)(qkv, qkv=qkv, positions=GRID), "qkv: expected either qkv or separate tensors"),
         (lambda qkv: RotateMd(16)(qkv=qkv, positions=GRID), "q: expected head_dim=16, got 8"),
-        (lambda qkv: Rotate1d(8)(qkv=qkv, cu_seqlens=SEQLENS), r"cu_seqlens: expected sequences packed in x of shape"),
+        (lambda qkv: Rotate1d(8)(qkv=qkv, cu_seqlens=SEQLENS), r"cu_seqlens: expected packed sequences in x of shape"),
         (lambda qkv: rotate(qkv[0, :, 0], omega=OMEGA, positions=GRID), r"x: expected shape \(B, H, N, D\).*pack"),
         (lambda qkv: Rotate1d(8)(qkv[0, :, 0]), r"x: expected shape \(B, H, N, D\), got \(7, 4, 8\)"),
         (

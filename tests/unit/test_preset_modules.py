@@ -343,7 +343,7 @@ def test_a_plain_grid_with_other_axes_names_the_positions_to_pass(recwarn):
     module = PresetMd("flux1", head_dim=64)
     q = torch.randn(1, 2, 24, 64)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"num_axes, 3, got 2 axes; pass module\.positions\(\(4, 6\)\)"):
+        with pytest.raises(ValueError, match=r"3 axes for this module, got 2; pass module\.positions\(\(4, 6\)\)"):
             module(q, positions=Grid((4, 6)))
     assert not recwarn
     module(q, positions=module.positions((4, 6)))

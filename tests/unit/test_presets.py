@@ -512,21 +512,21 @@ BAD = {
     "heads of transnormer": (r"num_heads: .*has its own frequencies", lambda: preset("transnormer")),
     "heads of pope": (r"num_heads: .*has its own phase", lambda: PresetMd("pope", head_dim=48)),
     "split of a dense scheme": (
-        r"split: expected None, because mochi doesn't use it \(it uses base and seed\), got \(1, 1, 1\)",
+        r"split: expected None, because mochi only accepts base and seed, got \(1, 1, 1\)",
         lambda: preset("mochi", split=(1, 1, 1)),
     ),
     "scaling of a dense scheme": (
-        r"scaling: .*mochi doesn't use it", lambda: preset("mochi", scaling=(None, None, None)),
+        r"scaling: .*mochi only accepts", lambda: preset("mochi", scaling=(None, None, None)),
     ),
     "base of a scheme without": (
-        r"base: .*cosformer doesn't use it \(it uses scaling\), got 500", lambda: preset("cosformer", base=500.0),
+        r"base: .*cosformer only accepts scaling, got 500", lambda: preset("cosformer", base=500.0),
     ),
-    "split of one axis": (r"split: .*pope doesn't use it", lambda: preset("pope", split=(1,))),
+    "split of one axis": (r"split: .*pope only accepts", lambda: preset("pope", split=(1,))),
     "split for other axes": (
         r"split: expected a share for each of wan's 3 axes, got \(1, 1\)", lambda: preset("wan", split=(1, 1)),
     ),
     "seed of what is not random": (
-        r"seed: .*eva02 doesn't use it.*base and scaling and split", lambda: preset("eva02", seed=3),
+        r"seed: .*eva02 only accepts base, scaling and split", lambda: preset("eva02", seed=3),
     ),
     "crop of a sliver": (
         r"start, stop: the last of 2 positions.*= 8.*start = 14",
@@ -585,7 +585,7 @@ def test_options_have_an_effect_or_are_refused(name):
             if (name, key) != ("cosformer", "scaling"):
                 assert not torch.equal(changed.omega, preset(name, size, heads).omega), key
         else:
-            with pytest.raises(ValueError, match=rf"{key}: expected None, because {name} doesn't use it"):
+            with pytest.raises(ValueError, match=rf"{key}: expected None, because {name} only accepts"):
                 preset(name, num_heads=plain.num_heads, **{key: value})
     # Grid options.
     shape = SHAPES.get(name) or next(s for s in SEGMENTS[name] if isinstance(s, tuple))
@@ -595,7 +595,7 @@ def test_options_have_an_effect_or_are_refused(name):
     for option in {o for options in OPTIONS.values() for o in options} | {"prefix", "reach"}:
         if option not in own:
             with pytest.raises(
-                TypeError, match=rf"{option}: {name}'s grids accept ('\w+'( and '\w+')*|no options), got"
+                TypeError, match=rf"{option}: expected (\w+((, \w+)* or \w+)?|no options) for {name}'s grids, got"
             ):
                 plain.positions(shape, **{option: 2})
 

@@ -134,17 +134,17 @@ def test_yarn_amplitude():
     ("fields", "head_dim", "message"),
     [
         ({"rope_type": "spiral"}, 64, r"rope_type: expected one of \('default', .*got 'spiral'"),
-        ({"rope_type": "linear"}, 64, r"expected 'factor' for rope_type 'linear', got \['rope_type'\]"),
+        ({"rope_type": "linear"}, 64, r"a field 'factor' for rope_type 'linear', got the fields \['rope_type'\]"),
         ({"rope_type": "dynamic", "factor": 2.0}, 64, "max_position_embeddings: .*'dynamic', got None"),
         ({"rope_type": "yarn", "factor": 2.0}, 64, "max_position_embeddings: .*'yarn'"),
-        ({"rope_type": "yarn"}, 64, "expected 'factor' for rope_type 'yarn'"),
+        ({"rope_type": "yarn"}, 64, "expected a field 'factor' for rope_type 'yarn'"),
         ({"partial_rotary_factor": "0.5"}, 64, "partial_rotary_factor: expected a finite positive number, got '0.5'"),
         ({"partial_rotary_factor": 1.5}, 64, "partial_rotary_factor: expected at most 1, got 1.5"),
         ({"rope_type": "linear", "factor": "4"}, 64, "factor: expected a finite positive number, got '4'"),
-        ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}, 64, "expected 'factor' for"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}, 64, "a field 'factor' for"),
         ({"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}, 64, "'long_factor'"),
         ({**LLAMA3, "high_freq_factor": None, "factor": 8.0}, 64, "'high_freq_factor'"),
-        ({"factor": 4.0}, 64, "rope_type: expected the type of scaling for 'factor', got None"),
+        ({"factor": 4.0}, 64, "rope_type: expected a scaling type that uses 'factor', got None"),
         ({"full_attention": {"rope_theta": 1e6}}, 64, r"config\.rope_parameters\['full_attention'\]"),
         ({"partial_rotary_factor": 0.3}, 10, r"head_dim: expected an even number of rotated channels, got 3 of 10"),
     ],
@@ -168,7 +168,7 @@ def test_a_base_outside_the_fields_is_not_assumed(fields):
 @pytest.mark.parametrize("kind", ["yarn", "longrope"])
 def test_equal_lengths_give_no_factor(kind):
     fields = {"rope_type": kind, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
-    with pytest.raises(ValueError, match=f"rope_parameters: expected 'factor' for rope_type '{kind}'"):
+    with pytest.raises(ValueError, match=f"rope_parameters: expected a field 'factor' for rope_type '{kind}'"):
         rope_frequencies(fields, 64, 4096, base=1e4)
 
 

@@ -86,7 +86,7 @@ def test_registered_scheme_works_like_a_published_one():
 def test_invalid_registrations():
     before = list_presets()
     for name in ("wan", "rotate", "none"):
-        with pytest.raises(ValueError, match=f"name: expected a name that is neither a published .* got '{name}'"):
+        with pytest.raises(ValueError, match=f"name: expected a name that is not used by a published .* got '{name}'"):
             register_scheme(name, OWN, overwrite=True)
     for name in ("", 3):
         with pytest.raises(TypeError, match="name: expected a non-empty string"):
@@ -139,7 +139,7 @@ def test_a_part_of_a_head():
     cosine = preset(replace(OWN, map="cosine", rotary=(0, 0.5)), 8)
     assert PresetMd(cosine)(x[..., :8], positions=positions).shape == (1, 1, 6, 12)
     for bad in (3, 18, 0, -4, slice(2, 2), slice(0, 8, 2)):
-        with pytest.raises(ValueError, match=r"rotary_dim: expected an even number of channels out of head_dim = 16"):
+        with pytest.raises(ValueError, match=r"rotary_dim: expected an even number of channels within head_dim = 16"):
             preset(OWN, 16, rotary_dim=bad)
 
 
@@ -181,7 +181,7 @@ def test_amplitude_per_axis_does_not_scale_gaps():
     scaling = (None, lambda theta: (theta, 3.0))
     made = preset(replace(OWN, frequencies=Axial((1, 1), gaps=(0, 1, 1))), 16, scaling=scaling)
     assert made.amplitude.tolist() == [1, 1, 1, 1, 3, 3, 1, 1]
-    with pytest.raises(ValueError, match="scaling: expected one amplitude for all axes if frequencies differ"):
+    with pytest.raises(ValueError, match="scaling: expected one amplitude for all axes, because frequencies differ"):
         preset(replace(OWN, frequencies=Axial((1, 1), axis_map="head"), num_heads=2), scaling=scaling)
 
 
@@ -274,8 +274,8 @@ def test_own_functions_need_names_of_their_own():
 @pytest.mark.parametrize(
     ("message", "change"),
     [
-        (r"data: expected fields of Scheme, got 'colour'; use one of doc, head_dim, .*", lambda d: d | {"colour": 1}),
-        (r"data: expected fields of Scheme, got 'pair' \(did you mean 'pairs'\?\)$", lambda d: d | {"pair": "half"}),
+        (r"data: expected a field of Scheme, got 'colour'; use one of doc, head_dim, .*", lambda d: d | {"colour": 1}),
+        (r"data: expected a field of Scheme, got 'pair' \(did you mean 'pairs'\?\)$", lambda d: d | {"pair": "half"}),
         (r"data: Scheme needs head_dim, got doc, frequencies", lambda d: d.pop("head_dim") and None),
         (
             r"frequencies: expected a kind, 'axial' or 'dense', got None",
@@ -386,9 +386,7 @@ def test_positions_that_a_scheme_does_not_support():
         preset(replace(OWN, tokens=None, tokens_start=None, grid=FUNCTIONS["cells"])).positions(1, (3, 4))
     skip = PresetMd(Scheme("", 8, Axial((1, 1)), tokens=Tokens(0, "skip")))
     assert skip.positions(1, (3, 4)) == Grid((3, 4), prefix=1)
-    with pytest.raises(
-        TypeError, match=r"fps: .* grids accept no options, got 3; leave out fps, or use a Scheme whose"
-    ):
+    with pytest.raises(TypeError, match=r"fps: .* grids, got fps=3; leave out fps, or use a Scheme whose"):
         module.positions((3, 4), fps=3)
 
 
@@ -411,7 +409,9 @@ def test_drawing_a_custom_preset(tmp_path):
     assert values[1, 2] == values.max() == 1
     with pytest.raises(ValueError, match="head: expected 0 to 0, got 3"):
         lrpe_md.show(OWN, head=3)
-    with pytest.raises(ValueError, match="head_dim, num_heads: expected None with a Preset, which already has them"):
+    with pytest.raises(
+        ValueError, match="head_dim, num_heads: expected None with a Preset, which already defines both"
+    ):
         lrpe_md.show(preset(OWN), head_dim=4)
     with pytest.raises(ValueError, match=r"shape: expected \(N,\), \(H, W\) or \(T, H, W\), got \(2, 2, 3, 5\)"):
         lrpe_md.show(OWN, (2, 2, 3, 5))

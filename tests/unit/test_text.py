@@ -425,7 +425,7 @@ X = torch.zeros(2, 4, 5, 8)
         ),
         (
             lambda: Rotate1d(8)(X, cu_seqlens=torch.tensor([0, 5])), ValueError,
-            r"cu_seqlens: expected sequences packed in x of shape \(1, H, N, D\), got \(2, 4, 5, 8\)",
+            r"cu_seqlens: expected packed sequences in x of shape \(1, H, N, D\), got \(2, 4, 5, 8\)",
         ),
         (
             lambda: Rotate1d(8, act="softmax", dim=-2)(X[:1], cu_seqlens=torch.tensor([0, 5])), ValueError,

@@ -57,7 +57,9 @@ def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
     """Return γ (or β) for q (or the only tensor) and for k."""
     parts = split_pair(f"norm.{name}", value, num_tensors)
     if type(value) is tuple and any(t is None for t in value):
-        raise TypeError(f"norm.{name}: expected a tensor for q and one for k, or None for both, got a tuple with None")
+        raise TypeError(
+            f"norm.{name}: expected a tensor for q and one for k, or None for both, got a tuple that contains None"
+        )
     return (*parts, None)[:2]
 
 
@@ -111,7 +113,7 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
             )
     if weights.token_groups == 2 and layout.start + layout.num_tokens > layout.prefix + layout.num_grid_tokens:
         raise ValueError(
-            "norm.weight: expected 3 groups of tokens, (3, 1 or H, D), if a suffix follows the grid, got 2"
+            "norm.weight: expected 3 groups of tokens, shape (3, 1 or H, D), because a suffix follows the grid, got 2"
         )
 
 

@@ -139,8 +139,8 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None]) -> bool
     if is_transforming():
         if is_required:
             raise ValueError(
-                "impl: 'triton' supports only first-order reverse mode, but a torch.func transform or a dual number "
-                "is active; use impl='auto'"
+                "impl: 'triton' supports only first-order reverse-mode differentiation, but a torch.func transform or "
+                "a dual number is active; use impl='auto'"
             )
         return False
     if INTERPRETING and not torch.compiler.is_compiling():

@@ -46,7 +46,9 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
                 "DTensor.from_local, or pass the local shards (.to_local()) of all tensors"
             )
         if x.device_mesh != xs[0].device_mesh:
-            raise ValueError(f"{name}: expected q's mesh {xs[0].device_mesh}, got {x.device_mesh}; redistribute {name}")
+            raise ValueError(
+                f"{name}: expected a DTensor on q's mesh {xs[0].device_mesh}, got {x.device_mesh}; redistribute {name}"
+            )
         for p in x.placements:
             if type(p) is Shard and p.dim in (BATCH, HEADS, TOKENS):
                 continue
@@ -111,8 +113,8 @@ def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True
     """
     if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
         raise ValueError(
-            "norm.weight: expected one weight for all tokens if the tokens of Coordinates are sharded, got one per "
-            "group; use a Grid, or redistribute x"
+            "norm.weight: expected one weight for all tokens, because the tokens are sharded and have Coordinates, got "
+            "one per group; use a Grid, or redistribute x"
         )
     shards: list[Tensor | None] = []
     for t in weights:
@@ -187,7 +189,7 @@ def local_part(x: Any, dim: int) -> tuple[int, int]:
     if local != length:
         noun, advice = _SHARDED_DIMS[dim]
         raise ValueError(
-            f"x: expected DTensor's default shard of {length} out of {x.shape[dim]} {noun}, got {local}; "
-            f"pass the local tensor, with {advice}"
+            f"x: expected {length} of the {x.shape[dim]} {noun} on this rank, as in DTensor's default sharding, "
+            f"got {local}; pass the local tensor, with {advice}"
         )
     return start, length

@@ -166,7 +166,7 @@ def _check_target(
     direct: bool,
 ) -> None:
     if not direct and is_sharded(*xs, *sources, *target.tensors):
-        raise ValueError("out: expected None with DTensors, whose outputs are sharded like the inputs")
+        raise ValueError("out: expected None with DTensors, which don't support out")
     check_target(target, xs, sources, names, width, direct)
 
 
@@ -234,7 +234,7 @@ def _count_groups(phase: Any) -> int:
     group_counts = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
     if len(group_counts) > 1:
         raise ValueError(
-            f"phase: expected the same number of groups for q and k, got {[tuple(phi.shape) for phi in phase]}"
+            f"phase: expected the same number of groups for q and k, got shapes {[tuple(phi.shape) for phi in phase]}"
         )
     return max(group_counts, default=1)
 

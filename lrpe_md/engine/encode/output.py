@@ -76,7 +76,7 @@ def take_target(out: Any, start: Any, number: int) -> Target | None:
 def _check_start(start: Any) -> Tensor:
     if not isinstance(start, Tensor):
         raise TypeError(
-            "out_start: expected a tensor of integers, which the kernel reads on the device, got "
+            "out_start: expected an integer tensor, which the kernel reads on the device, got "
             f"{type(start).__name__}; to start at a fixed row, pass a slice of out instead"
         )
     if start.ndim > 1 or start.dtype not in (torch.int32, torch.int64):
@@ -106,7 +106,7 @@ def check_target(
         )
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*xs, *sources)):
         raise ValueError(
-            "out: expected no gradient to be recorded, because writing into out is not differentiable; call under "
+            "out: expected gradients to be disabled, because writing into out is not differentiable; use "
             "torch.no_grad() or torch.inference_mode(), or omit out"
         )
     if start is not None and (start.shape[0] not in (1, xs[0].shape[0]) or start.device != xs[0].device):

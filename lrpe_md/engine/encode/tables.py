@@ -157,7 +157,7 @@ def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
     widths = [spec.num_channels] if spec.map == "cosine" else [spec.num_channels, 2 * spec.num_channels]
     if shape[-1] not in widths:
         expected = " (pairs) or ".join(map(str, widths)) + (" (rotated channels)" if len(widths) > 1 else " (channels)")
-        raise ValueError(f"{name}: expected a last dimension of {expected}, got {shape}")
+        raise ValueError(f"{name}: expected a last dimension of {expected}, got shape {shape}")
     if t.ndim > 2 and shape[0] not in (1, x.shape[0]):
         raise ValueError(f"{name}: expected {FORM} with B = {x.shape[0]}, got {shape}")
     if t.ndim == 4 and any(shape[1] < 1 or tensor.shape[1] % shape[1] for tensor in xs):

@@ -65,7 +65,7 @@ def validate(
     phase_name = "phase"
     if isinstance(phase, Tensor) and not phase.is_nested and phase.ndim == 3 and spec.map == "cosine":
         if not len(phase):
-            raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
+            raise ValueError(f"phase: expected at least one group, got shape {tuple(phase.shape)}")
         phase_name, phase = "phase[0]", phase[0]  # groups only differ in their values
     place = locate(positions, x)
     if spec.dim == -2 and isinstance(positions, Grid) and not positions.whole:
@@ -78,7 +78,8 @@ def validate(
     if isinstance(omega, (tuple, list)) and omega and isinstance(omega[0], Tensor):
         raise TypeError(
             f"omega: expected one tensor for both q and k, got {len(omega)}; q·k only depends on relative "
-            "positions if both use the same frequencies. To use different ones, encode q and k in separate calls"
+            "positions if both use the same frequencies. To use different frequencies, encode q and k in separate "
+            "calls"
         )
     _check_omega("omega", omega, xs, (channels, num_axes), "(H or 1, channels or pairs, axes)")
     amplitude = _lay_out_amplitude(amplitude, channels, x.device)
@@ -91,8 +92,8 @@ def validate(
         first_name, first = head_tensors[0]
         if t.shape[0] != first.shape[0]:
             raise ValueError(
-                f"{name}: expected 1 head or {first_name}'s {first.shape[0]}, got {t.shape[0]} in a tensor of shape "
-                f"{tuple(t.shape)}"
+                f"{name}: expected 1 head, or {first.shape[0]} like {first_name}, got {t.shape[0]} in a tensor of "
+                f"shape {tuple(t.shape)}"
             )
     tables = Tables(omega, phase, place.coords, place.origin, place.affine, place.rotated, amplitude)
     if options.norm is not None:
@@ -148,7 +149,7 @@ def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         if pairs not in PAIRS:
             raise ValueError(
-                f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {show_value(pairs)}"
+                f"pairs: expected one of {PAIRS} or the number of pairs in each block, got {show_value(pairs)}"
             )
         return pairs, ()
     sections = tuple(pairs)
@@ -206,8 +207,8 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, 
     if t.shape[0] != x.shape[0] or t.shape[3] != x.shape[3] or not (other_length or t.shape[2] == x.shape[2]):
         is_tokens_first = (t.shape[0], t.shape[1], t.shape[3]) == (x.shape[0], x.shape[1], x.shape[3])
         raise ValueError(
-            f"{name}: expected the same batch, tokens and head_dim as q ({x.shape[0]}, {x.shape[2]}, {x.shape[3]}), "
-            f"got shape {tuple(t.shape)}; "
+            f"{name}: expected q's batch size, number of tokens and head_dim, ({x.shape[0]}, {x.shape[2]}, "
+            f"{x.shape[3]}), got shape {tuple(t.shape)}; "
             + ("for (B, N, H, D), pass q.transpose(1, 2) and k.transpose(1, 2); " if is_tokens_first else "")
             + "for tensors of different lengths, pass a tuple of positions (for q, for k)"
         )

@@ -133,7 +133,9 @@ def run_encoded(
     )
     expected = [(*t.shape[:2], k.shape[3]) for t in state[:1]]
     if [tuple(t.shape) for t in state[1:]] != expected:
-        raise ValueError(f"state: expected (S, Σ) with Σ of shape {expected[0]}, got {[tuple(t.shape) for t in state]}")
+        raise ValueError(
+            f"state: expected (S, Σ) with Σ of shape {expected[0]}, got shapes {[tuple(t.shape) for t in state]}"
+        )
     check_decay_range(arguments.decay)
     with no_autocast(v):
         wide_dtype = torch.promote_types(v.dtype, torch.float32)

@@ -357,8 +357,8 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
         return
     if call.q_tables.coords is not None:
         raise ValueError(
-            "positions: expected a Grid for blocks of sharded tokens, got Coordinates; every rank must know the prefix "
-            "and suffix"
+            "positions: expected a Grid with block= and sharded tokens, because every rank must know the prefix and "
+            "suffix, got Coordinates"
         )
     layout, step = call.q_layout, -(-num_tokens // num_ranks)
     for begin in range(0, num_tokens, step):

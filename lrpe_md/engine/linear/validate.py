@@ -14,6 +14,7 @@ from ...checks import (
     check_offsets,
     invalid_positions,
     or_one,
+    plural,
     show_value,
     split_pair,
 )
@@ -139,15 +140,15 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
     check_dense("decay", decay, form, k, "k")
     if not decay.is_floating_point():
         raise TypeError(f"decay: expected a floating-point tensor, got {decay.dtype}")
-    num_blocks, unit = num_tokens, "tokens"
+    num_blocks, unit = num_tokens, "token"
     if attention.mask == "block":
-        num_blocks, unit = (num_tokens - sum(layout.ends)) // attention.block, "blocks between prefix and suffix"
+        num_blocks, unit = (num_tokens - sum(layout.ends)) // attention.block, "block between prefix and suffix"
     by_head = decay.ndim == 1 and decay.shape[0] in (1, heads)
     by_block = decay.ndim == 3 and decay.shape[0] in (1, batch) and decay.shape[1] in (1, heads)
     if not by_head and not (by_block and decay.shape[2] == num_blocks):
         raise ValueError(
             f"decay: expected shape ({or_one(heads)},) for one decay per key head, or ({or_one(batch)}, "
-            f"{or_one(heads)}, {num_blocks}) for the {unit}, got {tuple(decay.shape)}"
+            f"{or_one(heads)}, {num_blocks}) for one decay per {unit}, got {tuple(decay.shape)}"
         )
 
 
@@ -233,7 +234,7 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: 
         return None
     check_boundaries(cu_seqlens, q, "q")
     if q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: expected sequences packed in q (1, H, N, D), got {tuple(q.shape)}")
+        raise ValueError(f"cu_seqlens: expected packed sequences in q of shape (1, H, N, D), got {tuple(q.shape)}")
     if mask == "block":
         raise ValueError("block: expected None with cu_seqlens, got both; call once per sequence instead")
     if has_position_pair:
@@ -246,12 +247,12 @@ def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
     num_grid = layout.num_grid_tokens
     if num_grid % block:
         raise ValueError(
-            f"block: expected a divisor of the {num_grid} tokens between prefix and suffix (for a video, the tokens of "
-            f"a frame), got {block}"
+            f"block: expected a divisor of {num_grid}, the number of tokens between prefix and suffix, got {block}; "
+            "for a video, pass the number of tokens in a frame"
             + (
                 ""
                 if isinstance(positions, Grid)
-                else "; for tokens before the first block, pass Coordinates(..., prefix=)"
+                else ", and for tokens before the first block, pass Coordinates(..., prefix=)"
             )
         )
     check_edges(layout, positions.total if isinstance(positions, Grid) else layout.num_tokens, block)
@@ -277,14 +278,15 @@ def _check_state(call: LinearCall, arguments: TensorArguments) -> None:
     form = "(S, Σ)" if len(expected) == 2 else "(S, None)"
     if len(state) != len(expected):
         raise ValueError(
-            f"state: expected {form} of shapes {expected} with normalizer={normalizer!r}, got {len(state)} tensors"
+            f"state: expected {form} of shapes {expected} with normalizer={normalizer!r}, got "
+            f"{plural(len(state), 'tensor')}"
         )
     dtype = accumulator(q.dtype)
     for t, shape in zip(state, expected, strict=True):
         check_dense("state", t, form)
         if tuple(t.shape) != shape:
             raise ValueError(
-                f"state: expected {form} of shapes {expected}, as returned with these sizes and return_state=True, "
+                f"state: expected {form} of shapes {expected}, as returned for these sizes with return_state=True, "
                 f"got {[tuple(t.shape) for t in state]}"
             )
         if t.dtype != dtype or t.device != q.device:
@@ -299,7 +301,7 @@ def _place_sides(options: LinearOptions, arguments: TensorArguments, sides: Side
     q, k = arguments.q, arguments.k
     for phi in sides.phase if type(sides.phase) is tuple else (sides.phase,):
         if isinstance(phi, Tensor) and phi.ndim == 3:
-            raise ValueError(f"phase: expected one group, (H or 1, channels or pairs), got {tuple(phi.shape)}")
+            raise ValueError(f"phase: expected one group, shape (H or 1, channels or pairs), got {tuple(phi.shape)}")
     if options.map is None:
         return _place_without_map(options, arguments, sides)
     if sides.omega is None:

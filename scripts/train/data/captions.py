@@ -17,7 +17,7 @@ import numpy as np
 import typer
 from PIL import Image
 
-from lrpe_md.checks import suggest
+from lrpe_md.checks import plural, suggest
 
 from ...common.folder import is_hidden, list_visible
 from .streams import SUFFIXES, measure_image, open_image
@@ -81,12 +81,12 @@ def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text
     if alone:
         raise typer.BadParameter(
             f"--data {path}: expected a caption in NAME.txt next to each of the {len(beside)} images, got "
-            f"{len(beside) - len(alone)} (none for {_name_some(alone)}); add the missing ones, or pass --condition "
-            "none or labels to train without captions"
+            f"{len(beside) - len(alone)} (none for {_name_some(alone)}); add the missing captions, or pass "
+            "--condition none or --condition labels to train without captions"
         )
     texts = {PurePosixPath(name).with_suffix("").as_posix() for name in images}
     captions = (name for name in files if name.endswith(".txt"))
-    _refuse(path, "captions without an image", (n for n in captions if n.removesuffix(".txt") not in texts))
+    _refuse(path, "caption", "without an image", (n for n in captions if n.removesuffix(".txt") not in texts))
     return {name: read_text(path, text, files[text]).strip() for name, text in beside.items()}
 
 
@@ -97,7 +97,7 @@ def _from_table(
     for line, row in _rows(path, table, read_text(path, table, files[table])):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", field)):
             close = "" if not isinstance(row, dict) or field in row else suggest(field, row)
-            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}{close}, got {row}")
+            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}{close}")
         if not all(_is_text(row[key]) for key in ("file_name", field)):
             raise typer.BadParameter(f"{path}: {table}, line {line}: expected text, got an unpaired surrogate: {row!a}")
         name = (folder / row["file_name"]).as_posix()
@@ -112,9 +112,9 @@ def _from_table(
             skipped.add(name)
         else:
             pairs[name] = row[field]
-    _refuse(path, f"rows of {table} without an image", (name for name in pairs if name not in images))
+    _refuse(path, "row", f"of {table} without an image", (name for name in pairs if name not in images))
     _refuse(
-        path, f"images without a row in {table}", (n for n in sorted(images) if n not in pairs and n not in skipped)
+        path, "image", f"without a row in {table}", (n for n in sorted(images) if n not in pairs and n not in skipped)
     )
     if not pairs:
         raise typer.BadParameter(f"{path}: {table} has no rows" + (f" where {without} is false" if without else ""))
@@ -153,11 +153,12 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= sign <= "\udfff" for sign in value)
 
 
-def _refuse(path: Path, what: str, names: Iterable[str]) -> None:
+def _refuse(path: Path, noun: str, problem: str, names: Iterable[str]) -> None:
     found = list(names)
     if found:
         raise typer.BadParameter(
-            f"--data {path}: {len(found)} {what}: {_name_some(found)}; complete these pairs or remove them"
+            f"--data {path}: {plural(len(found), noun)} {problem}: {_name_some(found)}; every image needs a caption, "
+            "and every caption an image"
         )
 
 

@@ -169,8 +169,8 @@ def load_labelled(
     trained = {name for name, is_test in zip(classes, held_out, strict=True) if not is_test}
     if len(roots) == 2 and (unseen := set(classes) - trained):
         raise VideoError(
-            f"--data {root}: expected training videos for every class, but found {', '.join(sorted(unseen))} only in "
-            f"{roots[1].name}/. Add videos to train/, or remove the class"
+            f"--data {root}: expected training videos for every class, got none for "
+            f"{', '.join(sorted(unseen))}; add videos to train/, or remove these classes from {roots[1].name}/"
         )
     chosen = np.flatnonzero(held_out | (not only_held_out))
     frames, lengths = decode_all(describe_files([found[i][0] for i in chosen]), size, cache)

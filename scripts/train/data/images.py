@@ -284,7 +284,7 @@ def check_memory(num: int, size: Size) -> None:
     if (needed := num * 3 * height * width) > MEMORY:
         raise ImageError(
             f"--data: {num:,} images of {height}×{width} take {needed / 2**30:.0f} GiB, more than the "
-            f"{MEMORY / 2**30:.0f} GiB allowed in memory; use --stream, --limit, or smaller --size or --test-sizes"
+            f"{MEMORY / 2**30:.0f} GiB allowed in memory; use --stream, --limit, or a smaller --size or --test-sizes"
         )
 
 

@@ -232,7 +232,7 @@ def _from_arrays(
     if labels is not None:
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
             raise typer.BadParameter(
-                f"--data {path}: expected integer labels from 0, shape ({len(images)},), got {labels.dtype} "
+                f"--data {path}: expected non-negative integer labels of shape ({len(images)},), got {labels.dtype} "
                 f"{labels.shape}"
             )
         labels, classes = labels.astype(np.int64), tuple(map(str, range(int(labels.max(initial=0)) + 1)))

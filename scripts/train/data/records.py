@@ -140,8 +140,8 @@ class Records:
         if found.all() or not found.any():
             different = plural(len(set(keys)), f"different {'name' if self.captions is None else 'caption'}")
             raise typer.BadParameter(
-                f"--data {path}: expected training samples and held-out samples, got {(~found).sum()} and "
-                f"{found.sum()} ({different}); add samples, or choose other --parts and --fold"
+                f"--data {path}: expected both training samples and held-out samples, got {(~found).sum()} and "
+                f"{found.sum()} ({different}); add samples, or choose another --parts or --fold"
             )
         return found
 

@@ -41,7 +41,7 @@ class GenerativeTraining(Training):
     limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
     label: str = option("", "Field that holds the class, in .json files of shards or in a Hugging Face dataset.")
     parts: int = option(20, "Number of parts to split the images or video segments into; one is held out.", least=2)
-    fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
+    fold: int = option(0, "Index of the part to hold out, from 0 to --parts - 1.")
     flip: bool = option(False, "Flip half of the training images horizontally.")
     size: int = option(32, "Height and width in training, in pixels.", least=1)
     mix_sizes: str = option("", MIX_SIZES)

@@ -21,6 +21,8 @@ import numpy as np
 import typer
 from PIL import ExifTags, Image, ImageOps
 
+from lrpe_md.checks import plural
+
 from ...common.cache import user_cache
 from ...common.folder import SaveError, list_visible, save_whole
 from ..order import DataError
@@ -132,7 +134,7 @@ def open_image(content: bytes | Path | Image.Image) -> Image.Image:
     )  # fmt: skip
     image = ImageOps.exif_transpose(image)
     if image.mode == "F":
-        raise ValueError("expected integer pixels, got floats; save it with 8 or 16 bits")
+        raise ValueError("expected integer pixels, got floats; save the image with 8 or 16 bits")
     if image.mode.startswith("I"):  # Pillow would clip 16-bit pixels to 255
         image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -231,8 +233,8 @@ def _scan(path: Path) -> Shard:
             end = archive.offset
     except (tarfile.TarError, OSError, EOFError) as error:
         raise StreamError(
-            f"{path} is cut off in sample {rows[-1][0] if rows else 'number 0'!r}, after {max(len(rows) - 1, 0)} "
-            f"complete samples ({error}); download it again, or remove it"
+            f"{path} is cut off in sample {rows[-1][0] if rows else 'number 0'!r}, after "
+            f"{plural(max(len(rows) - 1, 0), 'complete sample')} ({error}); download it again, or remove it"
         ) from error
     with path.open("rb") as file:
         file.seek(end)

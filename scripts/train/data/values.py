@@ -284,7 +284,7 @@ class Latents:
     def __init__(self, path: Path, flip: bool, device: torch.device) -> None:
         self.about: dict[str, Any] = read_json(path / LATENTS)
         if self.about.get("format") != FORMAT:
-            raise typer.BadParameter(f"--data {path}: was written by a different version; run `train latents` again")
+            raise typer.BadParameter(f"--data {path} was written by a different version; run `train latents` again")
         if flip and not self.about["flip"]:
             raise typer.BadParameter(f"--flip: {path} has no mirrored latents; run `train latents` with --flip")
         self.path, self.flip, self._device = path, flip, device

@@ -98,8 +98,8 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
     shape = (size, size) if isinstance(size, int) else size
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder(with_)](path, shape)
     if not path.is_file():
-        found = "a folder" if path.is_dir() else "no such file"
-        raise VideoError(f"{path}: {found}; pass the path of a video")
+        problem = " is a folder" if path.is_dir() else ": no such file"
+        raise VideoError(f"{path}{problem}; pass the path of a video")
     expected = next(frames)
     squares = [_crop(frame, shape) for frame in frames]
     if not squares:

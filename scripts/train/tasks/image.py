@@ -84,9 +84,9 @@ class ImageTraining(Training):
     Cost: 3.6 M parameters. 1,200 steps of 256 images with 14×14 patches are five epochs of Fashion-MNIST, or 1.3e15
     floating-point operations. The steps take a minute and a half on an H200 shared by six runs, and hours on a CPU.
 
-    Expect: on Fashion-MNIST at the training size, 89% with the default rotation, 87 to 90% with other encodings, 83%
-    with a learned table, and 72 to 75% without positions. At other sizes, the accuracy is lower. At --lr 2e-3, rotation
-    in softmax attention is unstable: the loss rises again after about 300 steps.
+    Expect: on Fashion-MNIST at the training size, an accuracy of 89% with the default rotation, 87% to 90% with
+    other encodings, 83% with a learned table, and 72% to 75% without positions. At other sizes, the accuracy is lower.
+    At --lr 2e-3, rotation in softmax attention is unstable: the loss rises again after about 300 steps.
     """
 
     backbone: ClassVar[Backbone] = IMAGES
@@ -176,8 +176,8 @@ class ImageTraining(Training):
         self.check_encoding(partial(build, self), {**shape_arguments(self), "in_chans": 3, "num_classes": 2})
         if self.reference and not has_coordinates(shape_arguments(self)):
             raise typer.BadParameter(
-                f"--reference {self.reference}: --encoding {self.encoding} has no grid positions to map; leave out "
-                "--reference"
+                f"--reference {self.reference}: --encoding {self.encoding} has no grid positions to interpolate; leave "
+                "out --reference"
             )
 
     def _choose_sizes(self) -> None:
@@ -487,8 +487,8 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     data.check_memory(config.test_shapes)
     if config.is_new and config.batch > len(data.train):  # check before anything is written
         raise typer.BadParameter(
-            f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
-            "smaller"
+            f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; use a "
+            "smaller batch"
         )
     held_out = np.arange(len(data.train) + len(data.test)) >= len(data.train)
     report(

@@ -106,7 +106,7 @@ class LmTraining(Training):
     attention: str = option("softmax", TEXT.attention_help)
     memory: str = option(
         "", "How linear attention layers forget, as KEY=VALUE,...: decay (retnet, lightning), learnable (true, false). "
-        "By default, they forget nothing."
+        "By default, these layers forget nothing."
     )  # fmt: skip
     size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
     dim: int = option(0, "Embedding width; 0 uses the value from --size.", least=0)

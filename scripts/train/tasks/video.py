@@ -46,12 +46,12 @@ class VideoTraining(Training):
 
     Command: lrpe-md train video --data FOLDER --out runs/order --task order --precision bf16 --compile
 
-    Cost: a step shows each of --batch clips with two labels. By default, a model with 2.7 M parameters trains for
+    Cost: each step shows --batch clips, each with two labels. By default, a model with 2.7 M parameters trains for
     1,500 steps of 64 × 288 tokens. Training takes 35 to 70 seconds on an H200 shared with six other runs, and hours on
     a CPU. Decoded frames take 7 kB each at 48×48, and another 12 kB each at the test size, 64×64.
 
-    Expect: with --encoding none or space-only, the accuracy is exactly at chance level (50% for arrow, 4.2% for order)
-    at any length, except for ties, because these models can't see the order of frames. Cosine without a phase is also
+    Expect: with --encoding none or space-only, the model can't see the order of frames, so apart from ties, its
+    accuracy is exactly at chance level (50% for arrow, 4.2% for order) at any length. Cosine without a phase is also
     at chance level for arrow: its q·k is an even function of the distance, so a clip and its reverse look the same. For
     order, other encodings reach 20 to 60% in 3,000 steps, or stay at chance level. The accuracy only starts to improve
     after hundreds to thousands of steps. For arrow, the model memorises eleven minutes of video, and only reaches 43 to
@@ -134,9 +134,9 @@ class VideoTraining(Training):
     parts: int = option(
         5, "Number of parts to split the segments (with --task labels, the videos) into; one is held out.", least=2
     )
-    fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
+    fold: int = option(0, "Index of the part to hold out, from 0 to --parts - 1.")
     test_samples: int = option(
-        1024, "Approximate number of held-out pairs of a clip and a label to test on.", free=True, least=1
+        1024, "Approximate number of held-out (clip, label) pairs to test on.", free=True, least=1
     )
     cache: str = option(
         "auto", "Folder for decoded frames, shared by runs: auto (the user's cache), none, or a folder.", free=True
@@ -340,7 +340,7 @@ def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
     if not len(starts):
         longest = max(s.stop - s.start for s in footage.segments if s.held_out) // config.every
         raise typer.BadParameter(
-            f"--test-frames: expected at most {longest} frames, which fit into a held-out segment at --every "
+            f"--test-frames: expected at most {longest} frames, the most that fit into a held-out segment at --every "
             f"{config.every}, got {config.test_frames}"
         )
     number = max(1, min(len(starts), config.test_samples // TASKS[config.task].num_classes))
