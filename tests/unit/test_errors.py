@@ -313,6 +313,18 @@ BAD = {
         TypeError, r"^position: PresetMd doesn't accept this argument when you call it \(did you mean 'positions'\?\)$",
         lambda: PresetMd("eva02", head_dim=8)(x, x, position=grid),
     ),
+    "a causal mask for a linear attention module": (
+        TypeError, r"^causal: LinearAttention doesn't accept .* when you build it; pass is_causal when you call it$",
+        lambda: LinearAttention(causal=True),
+    ),
+    "a misspelt argument of a linear attention module": (
+        TypeError, r"^causal: LinearAttention doesn't accept .* when you call it \(did you mean 'is_causal'\?\)$",
+        lambda: LinearAttention()(x, x, x, causal=True),
+    ),
+    "a rule for a call of linear attention": (
+        TypeError, r"^rule: LinearAttention doesn't accept .* when you call it; pass rule when you build it$",
+        lambda: LinearAttention()(x, x, x, rule="delta"),
+    ),
     "positions of a module on one axis": (
         ValueError, r"positions: expected the module's num_axes, 2, got 1 axis; build the module with num_axes=1$",
         lambda: RotateMd(8, 2)(x, positions=Grid((12,))),
