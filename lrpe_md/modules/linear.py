@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, get_args
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_at_least, check_one_of, find_similar, show_value, suggest
+from ..checks import check_at_least, check_one_of, find_similar, is_finite_number, show_value, suggest
 from ..engine.core.call import Act
 from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import as_state, run_encoded
@@ -59,6 +59,7 @@ class HeadDecay(PreciseModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_one_of("learnable", learnable, (False, True))
         self.num_heads, self.learnable, self.depth = num_heads, learnable, depth
         self.name = "own" if isinstance(initial, Tensor) else initial
         self.initial = _initial_decay(num_heads, initial, depth)
@@ -74,7 +75,7 @@ class HeadDecay(PreciseModule):
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
         values = self.initial if name == "decay" else self.initial.clamp_max(1 - 2.0**-12).logit()
-        return values.to(device or torch.get_default_device(), torch.float32)
+        return values.to(torch.get_default_device() if device is None else device, torch.float32)
 
     def forward(self) -> Tensor:
         """Return the decay (H,)."""
@@ -96,7 +97,7 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
         raise ValueError(
             f"initial: expected one of {get_args(DecayName)} or a tensor of shape (H,), got {show_value(initial)}"
         )
-    if not 0 <= depth <= 1:
+    if not is_finite_number(depth) or not 0 <= depth <= 1:
         raise ValueError(f"depth: expected a layer's index divided by the number of layers, got {show_value(depth)}")
     head = torch.arange(num_heads, dtype=torch.float64, device="cpu")
     if initial == "retnet":
