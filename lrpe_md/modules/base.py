@@ -228,8 +228,9 @@ class FrequencyModule(PreciseModule):
             )
         if phase not in (True, False, "k"):
             raise ValueError(f"phase: expected True, False or 'k' (only on the keys), got {phase!r}")
-        if phase_groups < 1 or (phase_groups > 1 and not phase):
-            raise ValueError(f"phase_groups: expected at least 1 (exactly 1 without a phase), got {phase_groups}")
+        check_at_least(1, phase_groups=phase_groups)
+        if phase_groups > 1 and not phase:
+            raise ValueError(f"phase_groups: expected 1 without a phase, got {phase_groups}")
         self.num_channels, self.num_axes, self.num_heads = num_channels, num_axes, num_heads
         self.learnable, self.dtype, self.phase_dtype = learnable, dtype, phase_dtype or dtype
         self.phase_groups, self.keys_alone = phase_groups, phase == "k"
@@ -253,6 +254,8 @@ class FrequencyModule(PreciseModule):
                 raise ValueError(
                     f"amplitude: expected a number or a tensor of shape ({num_channels},), got {tuple(self.gain.shape)}"
                 )
+            if can_read(self.gain) and not self.gain.isfinite().all():
+                raise ValueError("amplitude: expected finite numbers, got NaN or infinity")
             self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
 
     def _learn(self, name: str, device: torch.device | str | None) -> None:

@@ -259,6 +259,8 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
     numbers = (isinstance(v, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(v, bool) for v in values)
     if len(values) != num_axes or not all(numbers):
         raise ValueError(f"{name}: expected a number for each of the {num_axes} axes, got {show_value(value)}")
+    if not torch.compiler.is_compiling() and not all(math.isfinite(v) for v in values if isinstance(v, Real)):
+        raise ValueError(f"{name}: expected finite numbers, got {show_value(value)}")
     return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
 
 
