@@ -664,6 +664,8 @@ class SeriesModule(FrequencyModule):
                 )
             )
         check_one_of("axis_order", axis_order, AXIS_ORDERS)
+        if as_integer(seed) is None:
+            raise ValueError(f"seed: expected an integer, got {show_value(seed)}")
         default = DEFAULT_BASES["mixed" if frequencies == "mixed" else "axial"]
         self.frequencies, self.base, self.seed = frequencies, default if base is None else base, seed
         self.axis_order: AxisOrder = axis_order

@@ -275,6 +275,7 @@ def check_reach(position: float, where: str = "") -> None:
 
 def check_index(index: Tensor, num: int, expected: str = "index: expected tokens") -> None:
     """Check indices into ``num`` tokens or places. If reading them would synchronise, assert on the device instead."""
+    check_dense("index", index, "(n,) or (B, n)")
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"index: expected an integer tensor of shape (n,) or (B, n), got {index.dtype} {tuple(index.shape)}"

@@ -366,7 +366,7 @@ def _check_segments(segments: Sequence[Segment], num_axes: int | None) -> tuple[
             axes = (segment.axis,)
         elif isinstance(segment, (After, Before)):
             axes = (*(segment.axes or ()), *(getattr(segment, "advance", None) or ()))
-        if any(not 0 <= axis < num_axes for axis in axes):
+        if any(as_integer(axis) is None or not 0 <= axis < num_axes for axis in axes):
             raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} at index {i}")
     return num_axes, [part.length if isinstance(part, Tokens) else part.num_tokens for part in parts]
 

@@ -375,6 +375,28 @@ BAD = {
         ValueError, r"window: expected a positive size for each of the 1 axes, got \[2, 2\]",
         lambda: lrpe_md.window_order(4, [2, 2]),
     ),
+    "a seed that is not an integer": (
+        ValueError, r"seed: expected an integer, got 0\.5", lambda: RotateMd(8, seed=0.5),
+    ),
+    "a mask as is_causal": (
+        TypeError, "is_causal: expected True or False, got a Tensor; for a mask of blocks, such as frames, pass block=",
+        lambda: LinearAttention()(x, x, x, is_causal=torch.ones(12, 12, dtype=torch.bool)),
+    ),
+    "a name as is_causal": (
+        TypeError, "is_causal: expected True or False, got 'frames'; for",
+        lambda: lrpe_md.linear_attention(x, x, x, map=None, is_causal="frames"),
+    ),
+    "a list of tokens to take": (
+        TypeError, r"index: expected a tensor of shape \(n,\) or \(B, n\), got list", lambda: grid.take([0, 1]),
+    ),
+    "q and k for a function of one tensor": (
+        TypeError, r"x: expected a tensor of shape \(B, H, N, D\), got tuple",
+        lambda: lrpe_md.lrpe_rotate_md((x, x), theta, shape=(3, 4)),
+    ),
+    "names as axes of a segment": (
+        ValueError, r"segments: expected axes from 0 to 1, got \('h', 'w'\) at index 0",
+        lambda: lrpe_md.compose(lrpe_md.After(grid, axes="hw")),
+    ),
     "a float as a window": (
         ValueError, "window: expected a positive size for each of the 2 axes, got 2.0",
         lambda: lrpe_md.window_order((4, 4), 2.0),
