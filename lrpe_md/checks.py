@@ -15,9 +15,9 @@ from .engine.inductor.private import are_transforms_active, is_tracing, num_disp
 
 __all__ = [
     "a_or_an", "as_integer", "can_read", "check_at_least", "check_boundaries", "check_dense", "check_frequencies",
-    "check_offsets", "check_one_of", "check_precise", "check_reference", "describe_positions", "explain_unknown",
-    "find_similar", "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one", "plural",
-    "repeat_over_layers", "show_value", "split_pair", "suggest",
+    "check_offsets", "check_one_of", "check_precise", "check_reference", "describe_positions",
+    "explain_unknown", "find_similar", "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one",
+    "plural", "repeat_over_layers", "show_value", "split_pair", "suggest",
 ]  # fmt: skip
 
 
@@ -74,8 +74,8 @@ def or_one(number: int) -> str:
 
 def as_integer(value: Any) -> Any:
     """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt. Return None for anything else."""
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard
-        return value
+    if isinstance(value, (int, torch.SymInt)):  # type() of a constant has no guard
+        return None if isinstance(value, bool) else value
     try:
         return operator.index(value)
     except TypeError:
@@ -228,9 +228,9 @@ def is_real(t: Tensor) -> bool:
 
 
 def check_at_least(least: int, **numbers: Any) -> None:
-    """Check that each number is an integer (or a SymInt) of at least ``least``."""
+    """Check that each number is an integer, as in :func:`as_integer`, of at least ``least``."""
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)) or number < least:
+        if as_integer(number) is None or number < least:
             kind = {0: "a non-negative integer", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
             raise ValueError(f"{name}: expected {kind}, got {show_value(number)}")
 

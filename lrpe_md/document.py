@@ -55,6 +55,7 @@ def lrpe_cosine_md(
 
     Other arguments, differentiability and errors are the same as in :func:`lrpe_md.cosine`.
     """
+    check_input("x", x, x)
     omega, grid = _lay_out(theta, x.shape[-1], shape=shape, l=l, axis_order=axis_order)
     return cosine(x, omega=omega, positions=grid, act=act, dim=dim, impl=impl)
 
@@ -188,6 +189,7 @@ def lrpe_rotate_md(
     With ``inverse``, rotate by -Θ. The other arguments are the same as in :func:`lrpe_cosine_md`. Source: the axial
     form of RoPE-ViT (arXiv 2403.13298).
     """
+    check_input("x", x, x)
     omega, grid = _lay_out(theta, rotary_slice(None, x.shape[-1])[1] // 2, shape=shape, l=l, axis_order=axis_order)
     return rotate(x, omega=omega, positions=grid, pairs=pairs, act=act, dim=dim, inverse=inverse, impl=impl)
 

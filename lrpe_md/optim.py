@@ -35,7 +35,10 @@ def parameter_groups(
 
     Raises:
         ValueError: for a negative or non-finite learning rate or weight decay.
+        TypeError: if the model is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}; pass the model itself")
     rates = {"lr": lr, "weight_decay": weight_decay, "frequency_lr": lr if frequency_lr is None else frequency_lr}
     for name, value in rates.items():
         if not is_finite_number(value) or value < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .checks import check_at_least, check_dense
 from .engine.core.call import Pairs
 from .engine.encode.validate import check_pairs, rotary_slice
 from .reference import join_pairs, split_pairs
@@ -42,10 +43,10 @@ def convert_pairs(
         a new tensor with the same shape and dtype, which is differentiable with respect to the weight.
 
     Raises:
-        ValueError: for an invalid shape, layout or width.
+        ValueError, TypeError: for an invalid shape, layout or width, or a weight that is not a tensor.
     """
-    if head_dim < 1:
-        raise ValueError(f"head_dim: expected at least 1, got {head_dim}")
+    check_at_least(1, head_dim=head_dim)
+    check_dense("weight", weight, "(H · D, C) or (H · D,)")
     size = weight.shape[dim]
     if size % head_dim or num_heads not in (None, size // head_dim):
         heads = "H" if num_heads is None else num_heads

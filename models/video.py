@@ -307,16 +307,12 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         Features are differentiable, including through the state.
 
         Raises:
-            ValueError: if positions in time, or a learned table, depend on the length of the whole video.
+            ValueError: if the model can't stream; see :meth:`check_stream`.
         """
-        if self.causal is None:
-            raise ValueError("stream: expected a model with causal='frames', got causal=None")
-        self._check_window(self.window)
         shape = self._shape(x)
         self._check_state(state, shape[1:])
         seen = 0 if state is None else state.num_frames
-        whole = _as_grid("stream", self.positions((seen + shape[0], *shape[1:])))
-        self._check_growing(whole)
+        whole = self._lay_out_stream((seen + shape[0], *shape[1:]))
         first, size = seen * shape[1] * shape[2], shape[0] * shape[1] * shape[2]
         x = self._absolute(self.patch_embed(x), shape, replace(whole, prefix=0, start=first, length=size))
         start = 0 if state is None else self.num_prefix_tokens + first
@@ -342,9 +338,22 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if state.frame != tuple(frame):
             raise ValueError(f"state: expected frames of {frame} tokens, as in x, got {state.frame}")
 
-    def _check_growing(self, grid: Grid) -> None:
-        """Check that a frame's positions do not depend on the number of later frames."""
-        longer = _as_grid("stream", self.positions((grid.shape[0] + 1, *grid.shape[1:])))
+    def check_stream(self) -> None:
+        """Check that the model can read a video with :meth:`stream`.
+
+        Raises:
+            ValueError: if frames attend to later frames, or if positions in time, or a learned table, depend on the
+                length of the whole video.
+        """
+        self._lay_out_stream((1, 1, 1))
+
+    def _lay_out_stream(self, shape: tuple[int, ...]) -> Grid:
+        """Return the positions of a stream's grid (T, H, W), which must not depend on the number of later frames."""
+        if self.causal is None:
+            raise ValueError("stream: expected a model with causal='frames', got causal=None")
+        self._check_window(self.window)
+        grid = _as_grid("stream", self.positions(shape))
+        longer = _as_grid("stream", self.positions((shape[0] + 1, *shape[1:])))
         if (grid.scale, grid.shift) != (longer.scale, longer.shift):
             raise ValueError(
                 "stream: expected time positions that do not depend on the number of frames, but with this encoding "
@@ -355,6 +364,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
                 "stream: absolute='learned' is stretched over the whole video; use 'sincos', an encoding or "
                 "temporal=False"
             )
+        return grid
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
         check_input(x, self.patch_embed.in_chans, 3)

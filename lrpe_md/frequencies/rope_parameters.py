@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import find_similar, is_finite_number
+from ..checks import check_at_least, find_similar, is_finite_number
 from .scalings import dynamic_ntk_scaling, linear_scaling, llama3_scaling, longrope_scaling, ntk_scaling, yarn_scaling
 from .series import geometric_theta
 
@@ -172,6 +172,8 @@ def rope_frequencies(
     """
     fields = _checked_fields(rope_parameters)
     kind = _type(fields)
+    lengths = {"max_position_embeddings": max_position_embeddings, "seq_len": seq_len}
+    check_at_least(1, head_dim=head_dim, **{name: value for name, value in lengths.items() if value is not None})
     width = _rotated_width(fields, head_dim, kind)
     base = fields.get("rope_theta") or base
     if base is None:

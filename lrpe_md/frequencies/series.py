@@ -22,8 +22,7 @@ def geometric_theta(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Return RoPE's geometric series ``base ** (-i / num)`` for i < num, of shape (num,) (arXiv 2104.09864)."""
-    if num < 1:
-        raise ValueError(f"num: expected at least one frequency, got {num}")
+    check_at_least(1, num=num)
     if not isinstance(base, (Real, Tensor, torch.SymFloat, torch.SymInt)) or not 0 < base < math.inf:
         raise ValueError(f"base: expected a finite positive number, got {base!r}")
     return (base ** (-torch.arange(num, dtype=torch.float64, device=device) / num)).to(dtype)

@@ -132,7 +132,13 @@ def attend_softmax(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
     return attn.attn_drop(weights.softmax(dim=-1)) @ v
 
 
-def attend_encoded(encode: Callable[..., Any], attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_encoded(
+    encode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
     """Compute ``attend(*encode(q, k), v)``, and re-encode q and k in the backward pass to save memory.
 
     Only the encoding runs twice, so the gradients are identical. ``encode`` must not draw random numbers. Under

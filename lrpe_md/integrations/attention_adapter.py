@@ -583,7 +583,13 @@ def _describe_missing(model: nn.Module, modules: str | Sequence[str] | None) -> 
     return f"modules: expected patterns of names such as {', '.join(likely[:8])}, got {missing}"
 
 
-def _build(encoding: Any, kwargs: dict[str, Any], found: dict[str, nn.Module], positions: Any, given: Any) -> nn.Module:
+def _build(
+    encoding: Any,
+    kwargs: dict[str, Any],
+    found: dict[str, nn.Module],
+    positions: Any,
+    given: tuple[int | None, int | None, int | None],
+) -> nn.Module:
     """Build one encoding for all attention modules, or one for each. ``given`` is (num_axes, head_dim, num_heads)."""
     num_axes, head_dim, num_heads = given
     if num_axes is None:

@@ -343,7 +343,9 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
 
 
 @functools.cache
-def derive_class(cls: type, methods: tuple[Any, ...], recipe: Any, extras: tuple[str, ...] = ()) -> Any:
+def derive_class(
+    cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
+) -> Any:
     """Return a class of the same name with different methods. ``recipe.derive(cls)`` recreates it.
 
     ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``extras`` names additional attributes

@@ -240,7 +240,9 @@ def _check_made(made: Preset, changes: dict[str, Any], head_dim: int, num_heads:
         )
 
 
-def _of_factory(factory: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int) -> Maker:
+def _of_factory(
+    factory: Callable[..., Any], kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
+) -> Maker:
     """Call a factory with keyword arguments, because the argument order differs (num_axes is second in CosineMd)."""
     known = {"head_dim": head_dim, "num_heads": num_heads, "num_axes": num_axes}
     try:

@@ -24,7 +24,11 @@ _KNOWN: dict[str, NormName] = {
 
 
 def norm_of(
-    q_norm: Any, k_norm: Any, dtype: torch.dtype, heads: Any = None, device: torch.device | None = None
+    q_norm: Any,
+    k_norm: Any,
+    dtype: torch.dtype,
+    heads: tuple[int, int] | None = None,
+    device: torch.device | None = None,
 ) -> Norm | None:
     """Return the norms of q and k (of this dtype and device) as one Norm, or None if they must be called as modules.
 

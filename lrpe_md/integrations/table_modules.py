@@ -33,7 +33,9 @@ class TableFrequencies(RotateMd):
     ``has_coordinates`` indicates whether the module receives coordinates, such as FLUX's img_ids, instead of a grid.
     """
 
-    def __init__(self, omega: Tensor, device: Any = None, *, has_coordinates: bool = False) -> None:
+    def __init__(
+        self, omega: Tensor, device: torch.device | str | None = None, *, has_coordinates: bool = False
+    ) -> None:
         initial = functools.partial(_return_omega, omega)
         super().__init__(2 * len(omega), omega.shape[1], frequencies=initial, device=device, dtype=torch.float64)
         self.has_coordinates = has_coordinates

@@ -145,7 +145,9 @@ class LrpeAttention(Attention):
         return f"attention='linear', normalizer={self.normalizer!r}{memory}"
 
 
-def encode(encoding: nn.Module, q: Tensor, k: Tensor, positions: Any, is_causal: bool, norm: Norm | None) -> Any:
+def encode(
+    encoding: nn.Module, q: Tensor, k: Tensor, positions: Grid | Coordinates | None, is_causal: bool, norm: Norm | None
+) -> tuple[Tensor, Tensor]:
     if is_causal:
         check_causal(encoding)
     return encoding(q, k, positions=positions) if norm is None else encoding(q, k, positions=positions, norm=norm)
@@ -156,7 +158,13 @@ def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
     return tuple(x.shape[1:3]) if x.ndim == 4 else (height, width)
 
 
-def lay_out_patches(encoding: nn.Module | None, size: Any, num_prefix_tokens: int, reference: Any, device: Any) -> Any:
+def lay_out_patches(
+    encoding: nn.Module | None,
+    size: Sequence[int],
+    num_prefix_tokens: int,
+    reference: Sequence[int | None] | None,
+    device: torch.device | str,
+) -> Grid | Coordinates:
     return EncodingStack(encoding).lay_out(size, Tokens(num_prefix_tokens), reference=reference, device=device)
 
 
@@ -354,7 +362,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             table = resample_abs_pos_embed(table[None], list(shape), own, num_prefix_tokens=0)[0]
         return table.to(x.dtype)
 
-    def _block(self, i: int, x: Tensor, positions: Any, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def _block(
+        self, i: int, x: Tensor, positions: Grid | Coordinates, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         return self._run(i, x, Context(EncodingStack(self.encoding)[i], positions, attn_mask), is_causal)
 
     def _run(self, i: int, x: Tensor, context: Context, is_causal: bool = False) -> Tensor:
@@ -393,8 +403,10 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             "blocks": [(r"^encoding\.(\d+)", None), *groups["blocks"]],
         }
 
-    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
-        taken = super().prune_intermediate_layers(*args, **kwargs)
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         if isinstance(self.encoding, nn.ModuleList):
             self.encoding = self.encoding[: len(self.blocks)]
         return taken

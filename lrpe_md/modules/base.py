@@ -228,8 +228,9 @@ class FrequencyModule(PreciseModule):
             )
         if phase not in (True, False, "k"):
             raise ValueError(f"phase: expected True, False or 'k' (only on the keys), got {phase!r}")
-        if phase_groups < 1 or (phase_groups > 1 and not phase):
-            raise ValueError(f"phase_groups: expected at least 1 (exactly 1 without a phase), got {phase_groups}")
+        check_at_least(1, phase_groups=phase_groups)
+        if phase_groups > 1 and not phase:
+            raise ValueError(f"phase_groups: expected 1 without a phase, got {phase_groups}")
         self.num_channels, self.num_axes, self.num_heads = num_channels, num_axes, num_heads
         self.learnable, self.dtype, self.phase_dtype = learnable, dtype, phase_dtype or dtype
         self.phase_groups, self.keys_alone = phase_groups, phase == "k"
@@ -253,6 +254,8 @@ class FrequencyModule(PreciseModule):
                 raise ValueError(
                     f"amplitude: expected a number or a tensor of shape ({num_channels},), got {tuple(self.gain.shape)}"
                 )
+            if can_read(self.gain) and not self.gain.isfinite().all():
+                raise ValueError("amplitude: expected finite numbers, got NaN or infinity")
             self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
 
     def _learn(self, name: str, device: torch.device | str | None) -> None:
@@ -290,7 +293,8 @@ class FrequencyModule(PreciseModule):
                 values = torch.ones_like(self._initial_frequencies("omega"))
             else:
                 values = self._initial_frequencies("omega" if name == "trained_omega" else name)
-        return values.to(device or torch.get_default_device(), self._dtype(name), copy=True).contiguous()
+        device = torch.get_default_device() if device is None else device
+        return values.to(device, self._dtype(name), copy=True).contiguous()
 
     def _initial_frequencies(self, name: str) -> Tensor:
         raise NotImplementedError  # implemented by each subclass
@@ -330,13 +334,24 @@ class FrequencyModule(PreciseModule):
             if isinstance(value, Tensor) and value.shape == shape:
                 state_dict[prefix + name] = value.flatten()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})["map"] = self.map
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *args: Any, **kwargs: Any) -> None:
+        saved = metadata.get("map", self.map)  # safetensors and version 0.2 save no map
+        if saved != self.map and any(prefix + name in state_dict for name in ("phase", "omega", "theta", "log_theta")):
+            args[-1].append(
+                f"{prefix}map: expected the frequencies or phase of a module with map {self.map!r}, got those of one "
+                f"with map {saved!r}; build the same kind of module as the one that was saved"
+            )
+            return
         self.upgrade_state_dict(state_dict, prefix)
         if f"{prefix}log_theta" in state_dict and "log_theta" in self._parameters:
             sign, device = state_dict.get(f"{prefix}sign"), self.get_parameter("log_theta").device
             own = self._initial_sign(device) if sign is None else sign.to(device, self.dtype)
             self._set_sign(own, persistent=sign is not None)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)
         for name, parameter in self.named_parameters(recurse=False):
             if parameter.dtype != self._dtype(name):  # assign=True adopts the state_dict's dtype
                 setattr(self, name, nn.Parameter(parameter.detach().to(self._dtype(name)), parameter.requires_grad))
@@ -649,6 +664,8 @@ class SeriesModule(FrequencyModule):
                 )
             )
         check_one_of("axis_order", axis_order, AXIS_ORDERS)
+        if as_integer(seed) is None:
+            raise ValueError(f"seed: expected an integer, got {show_value(seed)}")
         default = DEFAULT_BASES["mixed" if frequencies == "mixed" else "axial"]
         self.frequencies, self.base, self.seed = frequencies, default if base is None else base, seed
         self.axis_order: AxisOrder = axis_order

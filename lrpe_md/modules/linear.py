@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_at_least, check_one_of, show_value
+from ..checks import check_at_least, check_one_of, find_similar, is_finite_number, show_value, suggest
 from ..engine.core.call import Act
 from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import as_state, run_encoded
@@ -23,6 +23,10 @@ from .encodings import Rotate1d
 __all__ = ["HeadDecay", "LinearAttention", "Memory", "attend_with"]
 
 DecayName = Literal["retnet", "lightning"]
+OPTIONS = {  # of LinearAttention, by when they are passed
+    "build": ("encoding", "normalizer", "eps", "decay", "rule", "directions"),
+    "call": ("positions", "gate", "is_causal", "block", "cu_seqlens", "state", "return_state", "decay", "norm"),
+}
 
 
 class HeadDecay(PreciseModule):
@@ -55,6 +59,7 @@ class HeadDecay(PreciseModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_one_of("learnable", learnable, (False, True))
         self.num_heads, self.learnable, self.depth = num_heads, learnable, depth
         self.name = "own" if isinstance(initial, Tensor) else initial
         self.initial = _initial_decay(num_heads, initial, depth)
@@ -70,7 +75,7 @@ class HeadDecay(PreciseModule):
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
         values = self.initial if name == "decay" else self.initial.clamp_max(1 - 2.0**-12).logit()
-        return values.to(device or torch.get_default_device(), torch.float32)
+        return values.to(torch.get_default_device() if device is None else device, torch.float32)
 
     def forward(self) -> Tensor:
         """Return the decay (H,)."""
@@ -92,7 +97,7 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
         raise ValueError(
             f"initial: expected one of {get_args(DecayName)} or a tensor of shape (H,), got {show_value(initial)}"
         )
-    if not 0 <= depth <= 1:
+    if not is_finite_number(depth) or not 0 <= depth <= 1:
         raise ValueError(f"depth: expected a layer's index divided by the number of layers, got {show_value(depth)}")
     head = torch.arange(num_heads, dtype=torch.float64, device="cpu")
     if initial == "retnet":
@@ -163,7 +168,7 @@ class LinearAttention(nn.Module):
 
     Raises:
         ValueError: for normalizer="unrotated" with an activation that can be negative.
-        TypeError: for an encoding or decay of another type.
+        TypeError: for an encoding or decay of another type, or an unknown argument.
     """
 
     def __init__(
@@ -175,8 +180,11 @@ class LinearAttention(nn.Module):
         decay: nn.Module | None = None,
         rule: Rule = "add",
         directions: Directions = "forward",
+        **unknown: NoReturn,
     ) -> None:
         super().__init__()
+        if unknown:
+            raise TypeError(_explain_misplaced_keyword(next(iter(unknown)), "build", "call"))
         check_rule(rule, directions)
         if encoding is not None and (not callable(encoding) or isinstance(encoding, type)):
             raise TypeError(
@@ -216,6 +224,7 @@ class LinearAttention(nn.Module):
         return_state: bool = False,
         decay: Tensor | None = None,
         norm: Norm | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Return o (B, H_q, N, D_v) in q's dtype, or (o, state) with ``return_state``.
 
@@ -226,6 +235,8 @@ class LinearAttention(nn.Module):
         Raises:
             ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
+        if unknown:
+            raise TypeError(_explain_misplaced_keyword(next(iter(unknown)), "call", "build"))
         if decay is None and self.decay is not None:
             decay = self.decay()
         return attend_with(
@@ -239,6 +250,15 @@ class LinearAttention(nn.Module):
         memory = "" if self.rule == "add" else f", rule={self.rule!r}"
         memory += "" if self.directions == "forward" else f", directions={self.directions!r}"
         return f"{encoding}normalizer={self.normalizer!r}, eps={self.eps:g}{memory}"
+
+
+def _explain_misplaced_keyword(name: str, when: str, otherwise: str) -> str:
+    """Return an error message for a keyword argument that :class:`LinearAttention` doesn't accept at this time."""
+    elsewhere = find_similar(name, OPTIONS[otherwise])
+    advice = suggest(name, OPTIONS[when])
+    if not advice and elsewhere is not None:
+        advice = f"; pass {elsewhere} when you {otherwise} it"
+    return f"{name}: LinearAttention doesn't accept this argument when you {when} it{advice}"
 
 
 def attend_with(

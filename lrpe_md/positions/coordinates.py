@@ -262,6 +262,8 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
     numbers = (isinstance(v, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(v, bool) for v in values)
     if len(values) != num_axes or not all(numbers):
         raise ValueError(f"{name}: expected a number for each of the {num_axes} axes, got {show_value(value)}")
+    if not torch.compiler.is_compiling() and not all(math.isfinite(v) for v in values if isinstance(v, Real)):
+        raise ValueError(f"{name}: expected finite numbers, got {show_value(value)}")
     return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
 
 
@@ -276,6 +278,7 @@ def check_reach(position: float, where: str = "") -> None:
 
 def check_index(index: Tensor, num: int, expected: str = "index: expected tokens") -> None:
     """Check indices into ``num`` tokens or places. If reading them would synchronise, assert on the device instead."""
+    check_dense("index", index, "(n,) or (B, n)")
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"index: expected an integer tensor of shape (n,) or (B, n), got {index.dtype} {tuple(index.shape)}"

@@ -367,11 +367,10 @@ def window_order(shape: Sequence[int], window: int | Sequence[int], device: torc
     H, W), gives the 2×2 merge order of Qwen's vision towers. If the window does not divide the grid, the last windows
     on an axis are smaller.
     """
-    windows = (window,) * len(shape) if isinstance(window, int) else tuple(window)
-    if len(windows) != len(shape) or not all(w > 0 for w in windows):
+    shape = Grid(shape).shape  # pyright: ignore[reportArgumentType] # a Grid checks sizes of any type
+    windows = tuple(window) if isinstance(window, Iterable) else (window,) * len(shape)
+    if len(windows) != len(shape) or not all(as_integer(w) is not None and w > 0 for w in windows):
         raise ValueError(f"window: expected a positive size for each of the {len(shape)} axes, got {window}")
-    for size in shape:
-        check_at_least(0, shape=size)
     index = torch.arange(math.prod(shape), device=device)
     number = torch.zeros_like(index)
     for i, n, w in zip(_unravel(index, shape).unbind(-1), shape, windows, strict=True):

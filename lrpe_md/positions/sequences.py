@@ -8,7 +8,7 @@ per batch, not once per layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from numbers import Real
@@ -57,7 +57,7 @@ class Tokens:
 
     def __post_init__(self) -> None:
         for name, number in (("length", self.length), ("axis", self.axis)):
-            if isinstance(number, bool) or as_integer(number) is None or number < 0:
+            if as_integer(number) is None or number < 0:
                 raise ValueError(f"{name}: expected a non-negative integer, got {show_value(number)}")
         if self.rule not in RULES:
             raise ValueError(f"rule: expected one of {RULES}, got {show_value(self.rule)}")
@@ -297,8 +297,10 @@ def pad(
     rows = _samples(samples, device)
     longest = max(part.num_tokens for part in rows)
     num_tokens = longest if num_tokens is None else num_tokens
-    if num_tokens < longest:
-        raise ValueError(f"num_tokens: expected at least {longest}, the length of the longest sample, got {num_tokens}")
+    if as_integer(num_tokens) is None or num_tokens < longest:
+        raise ValueError(
+            f"num_tokens: expected at least {longest}, the length of the longest sample, got {show_value(num_tokens)}"
+        )
     padded = _join([replace(part, suffix=num_tokens - part.num_tokens).explicit() for part in rows])
     mask = None if padded.rotated is None else padded.rotated.unflatten(0, (len(rows), num_tokens))
     return Coordinates(padded.coords.unflatten(0, (len(rows), num_tokens)), rotated=mask)
@@ -367,7 +369,7 @@ def _check_segments(segments: Sequence[Segment], num_axes: int | None) -> tuple[
             axes = (segment.axis,)
         elif isinstance(segment, (After, Before)):
             axes = (*(segment.axes or ()), *(getattr(segment, "advance", None) or ()))
-        if any(not 0 <= axis < num_axes for axis in axes):
+        if any(as_integer(axis) is None or not 0 <= axis < num_axes for axis in axes):
             raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} at index {i}")
     return num_axes, [part.length if isinstance(part, Tokens) else part.num_tokens for part in parts]
 
@@ -441,8 +443,9 @@ def _rows(
 
 def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str | None) -> list[Coordinates]:
     """Convert each sample to a table with one row per token, all on one device."""
-    if isinstance(samples, (Grid, Coordinates, Tensor)):
+    if isinstance(samples, (Grid, Coordinates, Tensor)) or not isinstance(samples, Iterable):
         raise TypeError(f"samples: expected a list with one layout per sample, got {describe_positions(samples)}")
+    samples = list(samples)
     if not samples:
         raise ValueError("samples: expected at least one layout, got none")
     for i, sample in enumerate(samples):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..checks import join_names, suggest
+from ..checks import check_at_least, join_names, suggest
 from ..frequencies.axial import check_split
 from ..frequencies.scalings import ntk_scaling
 from ..positions.sequences import Tokens
@@ -562,8 +562,7 @@ def preset(
     name, scheme = find_scheme(scheme)
     head_dim = scheme.head_dim if head_dim is None else head_dim
     given, num_heads = num_heads, scheme.num_heads if num_heads is None else num_heads
-    if num_heads < 1:
-        raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
+    check_at_least(1, head_dim=head_dim, num_heads=num_heads)
     frequencies = scheme.frequencies
     changes: dict[str, Any] = {"base": base, "split": split, "scaling": scaling, "seed": seed}
     changes = {key: value for key, value in changes.items() if value is not None}

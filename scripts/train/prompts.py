@@ -49,6 +49,7 @@ class Sheet:
         out: path of the PNG.
         negative: prompt to steer away from, or None for the empty condition.
         sampler: one of :data:`.samplers.SAMPLERS`.
+        frames: number of frames of a video, or None for the number in training.
     """
 
     size: str | None
@@ -59,6 +60,7 @@ class Sheet:
     out: Path
     negative: str | None = None
     sampler: str = "heun"
+    frames: int | None = None
 
     def __post_init__(self) -> None:
         choose("--positions", [self.positions], ("rescaled", "extrapolated"))
@@ -170,10 +172,10 @@ class Painter:
         if self.condition["kind"] == "features" and encoder is not None:
             self.encoder = load_encoder(encoder, self.condition["length"], device)
 
-    def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
+    def shape(self, size: tuple[int, int], frames: int | None = None) -> tuple[int, ...]:
         """Return the shape (C, [frames,] height, width) of a sample for an image size in pixels."""
-        frames = (self.settings["frames"],) if self.model.num_axes == 3 else ()
-        return self.model.in_chans, *frames, *(n // self.factor for n in size)
+        length = (frames or self.settings["frames"],) if self.model.num_axes == 3 else ()
+        return self.model.in_chans, *length, *(n // self.factor for n in size)
 
     def encode(self, prompts: list[str], option: str = "--prompt") -> Any:
         """Convert prompts (captions, class names or class numbers) to the model's text input.
@@ -257,15 +259,15 @@ def sample_images(run: Path, painter: Painter, prompts: list[str], seed: int, sh
     size = sheet.height_and_width(painter.settings["size"], painter.settings["patch"], painter.factor)
     _check(run, painter, prompts, sheet, console)
     check_out(sheet.out)
-    drawn = draw(painter, prompts, draw_noise(sheet.images, painter.shape(size), seed), sheet)
+    drawn = draw(painter, prompts, draw_noise(sheet.images, painter.shape(size, sheet.frames), seed), sheet)
     columns: dict[str, np.ndarray] = {f"seed {seed + i}": pixels(drawn[:, i]) for i in range(sheet.images)}
     save_whole(sheet.out, lambda part: write_sheet(part, prompts, columns))
-    console.print(f"{sheet.out}: {len(prompts)} × {sheet.images} {_describe(painter, size)}")
+    console.print(f"{sheet.out}: {len(prompts)} × {sheet.images} {_describe(painter, size, sheet.frames)}")
 
 
-def _describe(painter: Painter, size: tuple[int, int]) -> str:
-    what = f"clips of {painter.settings['frames']}x" if painter.model.num_axes == 3 else "images of "
-    return f"{what}{size[0]}x{size[1]}, step {painter.step}"
+def _describe(painter: Painter, size: tuple[int, int], frames: int | None) -> str:
+    length = painter.shape(size, frames)[1:-2]
+    return f"{'clips' if length else 'images'} of {'x'.join(map(str, (*length, *size)))}, step {painter.step}"
 
 
 def _check(run: Path, painter: Painter, prompts: list[str], sheet: Sheet, console: Console) -> None:
@@ -300,7 +302,7 @@ def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, shee
     _check(run, painter, prompts, sheet, console)
     if painter.condition["kind"] == "labels" and not any(prompts):
         prompts = painter.condition["classes"]
-    text, shape, found = painter.encode(prompts), painter.shape(size), []
+    text, shape, found = painter.encode(prompts), painter.shape(size, sheet.frames), []
     numbers = torch.arange(count.number) % len(prompts)
     for part in track(numbers.split(BATCH), "sampling", console=Console(stderr=True)):
         noise = draw_noise(len(part), shape, seed + sum(map(len, found)))
@@ -315,4 +317,4 @@ def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, shee
             np.savez(file, **arrays)
 
     save_whole(count.npz, save)
-    console.print(f"{count.npz}: {count.number} {_describe(painter, size)}")
+    console.print(f"{count.npz}: {count.number} {_describe(painter, size, sheet.frames)}")

@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from ..common.devices import choose_device
@@ -30,6 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
     TEXT: {"tokens": 400, "temperature": 0.8, "top_p": 0.95, "scaling": None},
     IMAGES: {
         "size": None,
+        "frames": None,
         "scale": 3.0,
         "negative": None,
         "steps": 50,
@@ -101,6 +103,9 @@ def main(
     size: Annotated[
         str | None, typer.Option(help="Images: size in pixels, SIDE or HEIGHTxWIDTH. (default: the training size)")
     ] = None,
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="Videos: number of frames per clip. (default: as in training)")
+    ] = None,
     scale: Annotated[
         float | None,
         typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 disables guidance. (default: 3)"),
@@ -139,7 +144,7 @@ def main(
     on, (task, state) = choose_device(device), read_run(run)
     given = {
         "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,
-        "scale": scale, "negative": negative, "steps": steps, "images": images,
+        "frames": frames, "scale": scale, "negative": negative, "steps": steps, "images": images,
         "positions": positions, "out": out, "sampler": sampler, "vae": vae, "encoder": encoder, "count": count,
         "npz": npz,
     }  # fmt: skip
@@ -147,8 +152,15 @@ def main(
     prompts = [*(prompt or []), *read_prompts(prompt_file)]
     if task == TEXT:
         lm.sample_text(state, prompts or ["\n"], seed, on, **options)
-        return
-    check_effects(state["settings"], given)
+    else:
+        check_effects(state["settings"], given)
+        _paint(run, state, prompts, seed, on, options)
+
+
+def _paint(
+    run: Path, state: dict[str, Any], prompts: list[str], seed: int, on: torch.device, options: dict[str, Any]
+) -> None:
+    """Sample from a run of `train diffusion`."""
     vae, encoder, number, npz = (options.pop(name) for name in ("vae", "encoder", "count", "npz"))
     sheet = Sheet(**{**options, "out": options["out"] or unused_path(run / "sheet.png")})
     painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
@@ -183,6 +195,7 @@ def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
         ("vae", "latents" in settings or given["vae"] == "auto", "this run was trained on pixels"),
         ("encoder", condition == "features", "this run was trained without --text-features"),
         ("scale", condition != "none", "this run was trained without captions or classes to guide to"),
+        ("frames", settings["model"].get("num_axes") == 3, "this run was trained on images"),
     ):
         if given[name] is not None and not has_effect:
             option = f"--{name.replace('_', '-')}"

@@ -264,15 +264,7 @@ def main(
         subjects = [_make_subject(frequencies or "", num_axes, map, axis_order, sizes)]
     grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
-    if compare and len(views) < 2:
-        raise typer.BadParameter(
-            "--compare: expected several presets, got one; pass --preset for each, or leave out --compare. To compare "
-            "other encodings, such as several bases, pass a dict to lrpe_md.show in Python"
-        )
-    panels = choose("--panel", panel or (), data.PANELS)
-    with _name_option("--panel"):
-        for each in [views] if compare else [[view] for view in views]:
-            choose_panels(each, panels, is_comparison=compare)
+    panels = _check_panels(panel or (), views, compare)
     _make_folder(out)
     if compare:
         save_figure(draw_comparison(views, panels, width), unused_path(out / f"comparison.{format}"), dpi, dark)
@@ -280,6 +272,20 @@ def main(
     for view in views:
         path = unused_path(out / f"{view.subject.preset.name}.{format}")
         save_figure(draw(view, panels, width), path, dpi, dark)
+
+
+def _check_panels(panels: Sequence[str], views: list[View], compare: bool) -> list[str]:
+    """Return the names of --panel, and check that these views have the panels and that --compare has several views."""
+    if compare and len(views) < 2:
+        raise typer.BadParameter(
+            "--compare: expected several presets, got one; pass --preset for each, or leave out --compare. To compare "
+            "other encodings, such as several bases, pass a dict to lrpe_md.show in Python"
+        )
+    found = choose("--panel", panels, data.PANELS)
+    with _name_option("--panel"):
+        for each in [views] if compare else [[view] for view in views]:
+            choose_panels(each, found, is_comparison=compare)
+    return found
 
 
 def _make_folder(out: Path) -> None:

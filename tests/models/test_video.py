@@ -660,13 +660,15 @@ def test_errors_of_causal_frames():
     softmax.window = 1
     with pytest.raises(ValueError, match="window: expected None if tokens are dropped"):
         softmax.forward_features(x, keep=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="stream: expected a model with causal='frames', got causal=None"):
-        build(attention="linear").stream(x)
-    with pytest.raises(ValueError, match="stream: absolute='learned' is stretched over the whole video"):
-        build(**made, absolute="learned").stream(x)
+    for run in (LrpeVideoTransformer.check_stream, lambda model: model.stream(x)):
+        with pytest.raises(ValueError, match="stream: expected a model with causal='frames', got causal=None"):
+            run(build(attention="linear"))
+        with pytest.raises(ValueError, match="stream: absolute='learned' is stretched over the whole video"):
+            run(build(**made, absolute="learned"))
     with pytest.raises(ValueError, match=r"x: expected shape \(B, 3, frames, height, width\), got \(3, "):
         model.stream(x[0])
     model = build(**made, encoding="rotate")
+    model.check_stream()
     _, state = model.stream(x)
     with pytest.raises(ValueError, match="state: expected"):
         model.stream(x[:1], state)
@@ -690,8 +692,9 @@ def test_errors_of_causal_frames():
             with pytest.raises((ValueError, TypeError), match=message):
                 whole.stream(piece, before)
     model.reference = (4, 2, 2)
-    with pytest.raises(ValueError, match=r"stream: .* number of frames.*reference=\(4, 2, 2\)"):
-        model.stream(x)
+    for run in (model.check_stream, lambda: model.stream(x)):
+        with pytest.raises(ValueError, match=r"stream: .* number of frames.*reference=\(4, 2, 2\)"):
+            run()
 
 
 def recompute(model, x, window, times=None):

@@ -29,6 +29,7 @@ from generative_data import (
 from lrpe_md.scripts.train import generation, latents, text_features
 from lrpe_md.scripts.train.checkpoint import read_checkpoint, save_checkpoint
 from lrpe_md.scripts.train.conditions import Captions, EncoderSize, FeatureFolder
+from lrpe_md.scripts.train.data import videos
 from lrpe_md.scripts.train.data.pictures import open_pictures
 from lrpe_md.scripts.train.data.records import Split
 from lrpe_md.scripts.train.data.values import Clips, Latents, Pixels
@@ -392,6 +393,18 @@ def test_clips_of_videos_and_of_their_latents(data, tmp_path):
     torch.testing.assert_close(coded.batch(sources[1].train[:1], 8)[:, :, 1], expected, rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("kind", ["clips", "bucketed clips"])
+def test_decoded_frames_are_cached(data, tmp_path, monkeypatch, kind):
+    given = config(data[kind], tmp_path / "out", cache=str(tmp_path / "cache"), test_size=12)
+    first = diffusion.open_source(given, CPU)
+    monkeypatch.setattr(videos, "decode", lambda *_: pytest.fail("decoded again"))
+    again = diffusion.open_source(given, CPU)
+    assert first.digest == again.digest
+    for size in (8, 12):
+        each = [source.values.batch(source.held_out[:1], size) for source in (first, again)]
+        assert torch.equal(*each)
+
+
 def test_a_clip_is_mirrored_as_a_whole():
     images = torch.zeros(6, 3, 4, 4, dtype=torch.uint8)
     images[..., 0] = 255
@@ -689,6 +702,16 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
         assert file["arr_1"].tolist() == (expected * 18)[:18]
 
 
+@pytest.mark.parametrize("kind", ["clips", "film latents"])
+def test_clips_of_another_length(runs, tmp_path, kind):
+    given = [*PROMPTS[kind], "--steps", 1, "--device", "cpu", "--frames", 5]
+    done = invoke("sample", runs[kind], *given, "--images", 1, "--out", tmp_path / "sheet.png")
+    assert "1 × 1 clips of 5x8x8, step 1" in done.output, done.output
+    assert invoke("sample", runs[kind], *given, "--count", 2, "--npz", tmp_path / "samples.npz").exit_code == 0
+    with np.load(tmp_path / "samples.npz") as file:
+        assert file["arr_0"].shape == (2, 5, 8, 8, 3)
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
@@ -736,6 +759,8 @@ def test_wrong_samples_are_refused(runs, tmp_path, kind, given, message):
             r"--frames 3: only works with videos, and --data contains images; leave out --frames",
         ),
         ("labels", {"every": 2}, r"--every 2: only works with videos"),
+        ("labels", {"cache": "none"}, r"--cache none: only works with videos"),
+        ("film latents", {"cache": "none"}, r"--cache none: latents are read from memory; leave out --cache"),
         ("labels", {"vae": "runs/vae"}, r"--vae runs/vae: only works with latents"),
         (
             "clips",

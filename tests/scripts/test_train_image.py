@@ -27,6 +27,7 @@ from lrpe_md.scripts.train.data.images import (
     shifted,
 )
 from lrpe_md.scripts.train.data.pictures import load_classes
+from lrpe_md.scripts.train.data.streams import is_stream
 from lrpe_md.scripts.train.encodings import IMAGES
 from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import image as train_image
@@ -184,6 +185,9 @@ def test_hidden_files_are_ignored(tmp_path, write):
     hidden = classes[0].parent / ".ipynb_checkpoints"
     hidden.mkdir()
     shutil.copy(classes[0] / "0.png", hidden)
+    (folder / "._shard.tar").write_bytes(b"no shard")
+    (hidden / "table.parquet").write_bytes(b"no table")
+    assert not is_stream(folder)
     train, test = image_data.list_folder(folder)
     assert [len(train.files), len(test.files)] == before
     assert len(train.classes) == 2

@@ -279,7 +279,7 @@ REFUSED = {
     ),
     "of text": (
         ["--tokens", "5"],
-        "--tokens: not supported for a run of `train diffusion`, which only accepts --size, --scale",
+        "--tokens: not supported for a run of `train diffusion`, which only accepts --size, --frames",
     ),
     "no prompt": ([], "--prompt: expected at least one for a run of `train diffusion`, got none"),
     "negative": (
@@ -289,6 +289,10 @@ REFUSED = {
     "vae": (["--prompt", "a", "--vae", "runs/vae"], "--vae: has no effect, because this run was trained on pixels"),
     "encoder": (["--prompt", "a", "--encoder", "t5"], "--encoder: has no effect, because this run was trained without"),
     "sheet and npz": (["--count", "2", "--npz", "s.npz"], "--out: has no effect, because with --npz, no sheet"),
+    "frames": (
+        ["--prompt", "a", "--frames", "3"],
+        "--frames: has no effect, because this run was trained on images; leave out --frames",
+    ),
     "positions": (
         ["--positions", "squeezed", "--prompt", "a"],
         "--positions: unknown 'squeezed'. Choose from: rescaled; extrapolated",

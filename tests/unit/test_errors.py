@@ -313,6 +313,94 @@ BAD = {
         TypeError, r"^position: PresetMd doesn't accept this argument when you call it \(did you mean 'positions'\?\)$",
         lambda: PresetMd("eva02", head_dim=8)(x, x, position=grid),
     ),
+    "a causal mask for a linear attention module": (
+        TypeError, r"^causal: LinearAttention doesn't accept .* when you build it; pass is_causal when you call it$",
+        lambda: LinearAttention(causal=True),
+    ),
+    "a misspelt argument of a linear attention module": (
+        TypeError, r"^causal: LinearAttention doesn't accept .* when you call it \(did you mean 'is_causal'\?\)$",
+        lambda: LinearAttention()(x, x, x, causal=True),
+    ),
+    "a rule for a call of linear attention": (
+        TypeError, r"^rule: LinearAttention doesn't accept .* when you call it; pass rule when you build it$",
+        lambda: LinearAttention()(x, x, x, rule="delta"),
+    ),
+    "a bool as a number of tokens": (
+        ValueError, "prefix: expected a non-negative integer, got True", lambda: Grid((3, 4), True),
+    ),
+    "a scale of a grid that is not finite": (
+        ValueError, "scale: expected finite numbers, got nan", lambda: Grid((3, 4), scale=math.nan),
+    ),
+    "a shift of a grid that is not finite": (
+        ValueError, "shift: expected finite numbers, got inf", lambda: grid.offset(math.inf),
+    ),
+    "an amplitude of a module that is not finite": (
+        ValueError, "amplitude: expected finite numbers, got NaN", lambda: RotateMd(8, amplitude=math.nan),
+    ),
+    "a number of phase groups that is not an integer": (
+        ValueError, "phase_groups: expected a positive integer, got nan", lambda: CosineMd(8, phase_groups=math.nan),
+    ),
+    "a number of frequencies that is not an integer": (
+        ValueError, r"num: expected a positive integer, got 2\.5", lambda: lrpe_md.geometric_theta(2.5),
+    ),
+    "a sequence length that is not an integer": (
+        ValueError, "seq_len: expected a positive integer, got '64'",
+        lambda: lrpe_md.rope_frequencies({"rope_theta": 1e4}, 8, seq_len="64"),
+    ),
+    "a head_dim of a config that is not an integer": (
+        ValueError, r"head_dim: expected a positive integer, got 8\.0",
+        lambda: lrpe_md.rope_frequencies({"rope_theta": 1e4}, 8.0),
+    ),
+    "a tuple as the head_dim of a preset": (
+        ValueError, r"head_dim: expected a positive integer, got \(64,\)", lambda: PresetMd("eva02", head_dim=(64,)),
+    ),
+    "a tuple as the number of heads of a preset": (
+        ValueError, r"num_heads: expected a positive integer, got \(2,\)", lambda: lrpe_md.preset("eva02", 64, (2,)),
+    ),
+    "a layer instead of its weight": (
+        TypeError, r"weight: expected a tensor of shape .*, got Linear",
+        lambda: lrpe_md.convert_pairs(torch.nn.Linear(8, 8), "half", "interleaved", head_dim=8),
+    ),
+    "parameters instead of a model": (
+        TypeError, "model: expected a module, got generator; pass the model itself",
+        lambda: lrpe_md.parameter_groups(torch.nn.Linear(8, 8).parameters(), 1e-3),
+    ),
+    "a number as the samples of a batch": (
+        TypeError, "samples: expected a list with one layout per sample", lambda: lrpe_md.pack(4),
+    ),
+    "a tuple as the number of padded tokens": (
+        ValueError, r"num_tokens: expected at least 12, .* got \(12,\)", lambda: lrpe_md.pad([grid], (12,)),
+    ),
+    "a number as the grid of windows": (
+        ValueError, r"window: expected a positive size for each of the 1 axes, got \[2, 2\]",
+        lambda: lrpe_md.window_order(4, [2, 2]),
+    ),
+    "a seed that is not an integer": (
+        ValueError, r"seed: expected an integer, got 0\.5", lambda: RotateMd(8, seed=0.5),
+    ),
+    "a mask as is_causal": (
+        TypeError, "is_causal: expected True or False, got a Tensor; for a mask of blocks, such as frames, pass block=",
+        lambda: LinearAttention()(x, x, x, is_causal=torch.ones(12, 12, dtype=torch.bool)),
+    ),
+    "a name as is_causal": (
+        TypeError, "is_causal: expected True or False, got 'frames'; for",
+        lambda: lrpe_md.linear_attention(x, x, x, map=None, is_causal="frames"),
+    ),
+    "a list of tokens to take": (
+        TypeError, r"index: expected a tensor of shape \(n,\) or \(B, n\), got list", lambda: grid.take([0, 1]),
+    ),
+    "q and k for a function of one tensor": (
+        TypeError, r"x: expected a tensor of shape \(B, H, N, D\), got tuple",
+        lambda: lrpe_md.lrpe_rotate_md((x, x), theta, shape=(3, 4)),
+    ),
+    "names as axes of a segment": (
+        ValueError, r"segments: expected axes from 0 to 1, got \('h', 'w'\) at index 0",
+        lambda: lrpe_md.compose(lrpe_md.After(grid, axes="hw")),
+    ),
+    "a float as a window": (
+        ValueError, "window: expected a positive size for each of the 2 axes, got 2.0",
+        lambda: lrpe_md.window_order((4, 4), 2.0),
+    ),
     "positions of a module on one axis": (
         ValueError, r"positions: expected 2 axes for this module, got 1; build the module with num_axes=1$",
         lambda: RotateMd(8, 2)(x, positions=Grid((12,))),

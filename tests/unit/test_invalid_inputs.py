@@ -144,7 +144,9 @@ NEGATIVE = {
 @pytest.mark.parametrize("name", NEGATIVE)
 def test_numbers_below_zero(name):
     argument, function = NEGATIVE[name]
-    with pytest.raises(ValueError, match=rf"{argument}: expected a (positive|non-negative) integer, got -\d"):
+    with pytest.raises(
+        ValueError, match=rf"{argument}: expected a (positive|non-negative) integer( for each axis)?, got \(?-\d"
+    ):
         function()
 
 

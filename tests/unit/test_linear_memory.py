@@ -531,6 +531,8 @@ def test_values_are_checked_at_each_call():
         ({"num_heads": 2, "initial": torch.tensor([0.5, 2.0])}, "decay: expected factors"),
         ({"num_heads": 2, "initial": torch.ones(2), "learnable": True}, "below 1"),
         ({"num_heads": 2, "initial": "lightning", "depth": 2.0}, "depth"),
+        ({"num_heads": 2, "depth": (1, 2)}, r"depth: expected a layer's index .* got \(1, 2\)"),
+        ({"num_heads": 2, "learnable": "raw"}, "learnable: expected False or True, got 'raw'"),
     ],
 )  # fmt: skip
 def test_errors_of_head_decay(arguments, message):

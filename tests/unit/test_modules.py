@@ -1,6 +1,7 @@
 """Modules with frequencies: casting, copying, saving and materialising."""
 
 import copy
+import io
 import pickle
 import re
 from functools import partial
@@ -13,6 +14,7 @@ from lrpe_md import (
     Axial,
     CosineMd,
     Grid,
+    HeadDecay,
     PresetMd,
     Rotate1d,
     RotateMd,
@@ -254,6 +256,33 @@ def test_state_dicts_of_other_parametrisations(cls, learnable, signs):
     assert module.state_dict().keys() == fresh.state_dict().keys()
     with pytest.raises(RuntimeError, match="size mismatch for"):
         module.load_state_dict({**old, "theta": theta[:, 1:]})
+
+
+@pytest.mark.parametrize("options", [{"learnable": True}, {"frequencies": "mixed", "learnable": True}])
+def test_state_dicts_of_the_other_map_are_refused(options):
+    """Learned frequencies of both maps may have the same names and sizes."""
+    rotated, mapped = nn.Sequential(RotateMd(16, 2, **options)), nn.Sequential(CosineMd(8, 2, **options))
+    before = copy.deepcopy(mapped.state_dict())
+    saved = io.BytesIO()
+    torch.save(rotated.state_dict(), saved)
+    saved.seek(0)
+    with pytest.raises(
+        RuntimeError, match=r"0\.map: expected the frequencies .* with map 'cosine', got .* map 'rotate'"
+    ):
+        mapped.load_state_dict(torch.load(saved, weights_only=True))
+    assert all(torch.equal(value, before[name]) for name, value in mapped.state_dict().items())
+    mapped.load_state_dict(dict(rotated.state_dict()))  # without metadata, as from safetensors
+    nn.Sequential(CosineMd(8, 2)).load_state_dict(nn.Sequential(RotateMd(16, 2)).state_dict())  # nothing is saved
+
+
+@pytest.mark.parametrize("build", [partial(RotateMd, 8), partial(CosineMd, 8), partial(HeadDecay, 2)])
+def test_device_number_zero(build):
+    """The number of the first GPU is not the default device."""
+    if torch.cuda.is_available():
+        assert next(build(device=0).buffers()).device == torch.device("cuda", 0)
+    else:
+        with pytest.raises((RuntimeError, AssertionError)):
+            build(device=0)
 
 
 def test_shaped_directions_load(cls):

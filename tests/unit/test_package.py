@@ -47,7 +47,7 @@ LAYERS = {  # file or folder: modules that it may import
     "functional": {"engine", "norm"},
     "functional_linear": {"engine", "norm", "positions"},
     "document": {"engine", "frequencies", "functional", "positions"},
-    "pairs": {"engine", "reference"},
+    "pairs": {"checks", "engine", "reference"},
     "optim": {"checks", "modules"},
     "presets": {"checks", "frequencies", "positions", "reference"},
     "modules": {

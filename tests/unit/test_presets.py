@@ -502,7 +502,7 @@ BAD = {
         lambda: preset("flux1", 60),
     ),
     "odd head_dim": (r"head_dim: expected an even number, got 63", lambda: preset("wan", 63)),
-    "no head_dim": (r"head_dim: expected a positive number, got 0", lambda: preset("pope", 0)),
+    "no head_dim": (r"head_dim: expected a positive integer, got 0", lambda: preset("pope", 0)),
     "no heads": (r"num_heads: .*got 0", lambda: preset("mochi", num_heads=0)),
     "heads of mochi not said": (
         r"num_heads: .* key heads, got None\. Each head of mochi has its own frequencies, so pass num_heads=",

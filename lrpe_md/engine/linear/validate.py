@@ -93,7 +93,12 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
     check_act(options.act, options.dim)
     check_normalizer(options.normalizer, options.act)
     check_eps(options.eps)
-    block = options.block
+    block, causal = options.block, options.is_causal
+    if isinstance(causal, str) or (isinstance(causal, Tensor) and causal.numel() != 1):
+        raise TypeError(
+            f"is_causal: expected True or False, got {show_value(causal)}; for a mask of blocks, such as frames, pass "
+            "block=, the number of tokens in a block"
+        )
     if block is not None:
         if isinstance(block, bool) or not isinstance(block, (int, torch.SymInt)) or block < 1:
             raise ValueError(

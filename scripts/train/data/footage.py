@@ -16,7 +16,7 @@ from .buckets import Buckets, Shape, Sizes
 from .captions import SUFFIXES as IMAGES
 from .captions import read_text
 from .records import Records, Split, choose_subset
-from .videos import SUFFIXES, Footage, check_segments, decode, find_videos, measure, segments
+from .videos import SUFFIXES, Footage, check_segments, decode_cached, find_videos, measure, segments
 
 
 def is_footage(path: Path) -> bool:
@@ -37,18 +37,22 @@ def is_footage(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Films:
-    """Records, lengths and paths of videos. Videos whose frames were encoded as latents have no paths."""
+    """Records, lengths and paths of videos, and the cache folder for decoded frames.
+
+    Videos whose frames were encoded as latents have no paths.
+    """
 
     records: Records
     lengths: list[int]
     files: Sequence[Path] = ()
+    cache: Path | None = None
 
     def read(self, shape: Shape, indices: np.ndarray) -> Tensor:
         """Decode the frames with these indices, as uint8 (F, 3, height, width). The indices are sorted."""
         ends = np.cumsum(self.lengths)
         owners, firsts = np.searchsorted(ends, indices, side="right"), ends - self.lengths
         chosen = {int(i): torch.from_numpy(indices[owners == i] - firsts[i]) for i in np.unique(owners)}
-        return torch.cat([decode(self.files[i], shape)[frames] for i, frames in chosen.items()])
+        return torch.cat([decode_cached(self.files[i], shape, self.cache)[frames] for i, frames in chosen.items()])
 
     def clips(self, span: int, segment: int, split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the first frame and video of each clip of ``span`` frames, and whether the clip is held out.
@@ -80,8 +84,10 @@ def sort_films(files: list[Path], sizes: Sizes) -> Buckets:
     return sizes.sort(np.ones((len(files), 2)) if sizes.max_ratio == 1 else np.array([measure(file) for file in files]))
 
 
-def open_films(path: Path, sizes: Sizes, split: Split, condition: str) -> tuple[Films, Buckets, list[Tensor]]:
-    """Decode the videos in a file or folder.
+def open_films(
+    path: Path, sizes: Sizes, split: Split, condition: str, cache: Path | None
+) -> tuple[Films, Buckets, list[Tensor]]:
+    """Decode the videos in a file or folder. ``cache`` is a folder for decoded frames, shared by runs.
 
     Returns:
         the videos, the buckets of all frames, and, for each bucket, the frames at the largest training size, as uint8
@@ -90,10 +96,10 @@ def open_films(path: Path, sizes: Sizes, split: Split, condition: str) -> tuple[
     files, records = find_films(path, split, condition)
     films = sort_films(files, sizes)
     shapes = films.shapes[max(sizes.train)]
-    frames = [decode(file, shapes[bucket]) for file, bucket in zip(files, films.of, strict=True)]
+    frames = [decode_cached(file, shapes[bucket], cache) for file, bucket in zip(files, films.of, strict=True)]
     lengths = [len(each) for each in frames]
     parts = [torch.cat([frames[i] for i in films.members(bucket)]) for bucket in range(films.number)]
-    return Films(records, lengths, files), Buckets(films.shapes, films.of.repeat(lengths)), parts
+    return Films(records, lengths, files, cache), Buckets(films.shapes, films.of.repeat(lengths)), parts
 
 
 def _records(path: Path, files: list[Path]) -> Records:

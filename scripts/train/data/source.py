@@ -21,6 +21,7 @@ from .pictures import open_pictures
 from .records import CONDITIONS, FEW, Records, Split, choose_subset, describe_held_out
 from .streams import is_stream
 from .values import LATENTS, Clips, Decoded, Latents, Values, add_tests, hash_data, load_pixels
+from .videos import CACHE, find_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class GenerativeTraining(Training):
     frames: int = option(16, "Frames per clip.", least=1)
     every: int = option(1, "Distance between the frames of a clip, in video frames.", least=1)
     segment: int = option(240, "Length of a video segment, in frames; clips never cross segments.", least=1)
+    cache: str = option("auto", CACHE, free=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,7 +192,7 @@ def load_source(
     """
     path, split = config.data, config.split
     if (path / LATENTS).is_file():
-        check_ignored(config, "stream", "latents are read from memory; leave out {option}")
+        check_ignored(config, "stream cache", "latents are read from memory; leave out {option}")
         latents = Latents(path, config.flip, device)
         records = latents.records.with_condition(config.condition, path)
         if latents.lengths is not None:
@@ -207,12 +209,12 @@ def load_source(
         check_ignored(
             config, "without label stream", "only works with images, and --data contains videos; leave out {option}"
         )
-        films, buckets, parts = open_films(path, sizes, split, config.condition)
+        films, buckets, parts = open_films(path, sizes, split, config.condition, find_cache(config.cache))
         frames = load_pixels(parts, buckets.at_sizes(sizes.train), config.flip, device)
         digest = hash_data(parts, films.records)
         return _clips(config, frames, films, digest, encoding, buckets.at_sizes(sizes.only_test))
     check_ignored(
-        config, "frames every segment", "only works with videos, and --data contains images; leave out {option}"
+        config, "frames every segment cache", "only works with videos, and --data contains images; leave out {option}"
     )
     pictures = open_pictures(path, split, condition=config.condition, without=config.without, label=config.label)
     held_out, buckets = pictures.records.held_out(path, split), pictures.sort(sizes)

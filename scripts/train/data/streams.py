@@ -544,8 +544,8 @@ def is_stream(path: Path) -> bool:
         markers = ("dataset_dict.json", "state.json")
         return (
             any((path / each).is_file() for each in markers)
-            or any(path.glob("*.tar"))
-            or any(path.glob("**/*.parquet"))
+            or bool(list_visible(path, "*.tar"))
+            or bool(list_visible(path, "**/*.parquet"))
         )
     return str(path).startswith(HUB) or path.name.endswith(".tar")
 
@@ -554,7 +554,7 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
     """Open the training samples, and the test samples if the data has a separate test set."""
     if str(path).startswith(HUB):
         return open_hub(str(path).removeprefix(HUB))
-    if path.is_dir() and not any(path.glob("*.tar")):
+    if path.is_dir() and not list_visible(path, "*.tar"):
         return open_hub(str(path))
     cache = user_cache() / "shards"
     train, tests = find_shards(path)

@@ -23,7 +23,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...common.cache import digest_file, kept
+from ...common.cache import digest_file, kept, user_cache
 from ...common.devices import sent
 from ...common.folder import list_visible
 from .captions import SUFFIXES as IMAGES
@@ -36,6 +36,7 @@ OPENED_AS = {
 }
 DECODERS = {"pyav": "av", "opencv": "cv2"}
 LAYOUT = 2  # version of cached frames; change it if decode returns different frames
+CACHE = "Folder for decoded frames of videos, shared by runs: auto (the user's cache), none, or a folder."
 
 
 class VideoError(typer.BadParameter):
@@ -110,6 +111,20 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
             "or re-encode it"
         )
     return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).contiguous()
+
+
+def find_cache(cache: str) -> Path | None:
+    """Return the folder that --cache names, or None."""
+    return {"auto": user_cache() / "footage", "none": None}.get(cache, Path(cache))
+
+
+def decode_cached(path: Path, size: int | tuple[int, int], cache: Path | None) -> Tensor:
+    """Call :func:`decode`, or return the frames from a cache folder if an earlier call stored them there."""
+    if cache is None or not path.is_file():  # decode explains the error
+        return decode(path, size)
+    with_, side = decoder(), size[0] if isinstance(size, tuple) and size[0] == size[1] else size
+    about = "footage", LAYOUT, side, with_, importlib.import_module(DECODERS[with_]).__version__
+    return kept(cache, (*about, digest_file(path)), partial(decode, path, size))
 
 
 def measure(path: Path) -> tuple[int, int]:
@@ -282,10 +297,9 @@ def decode_all(
 
     ``videos`` is a result of :func:`describe_files`.
     """
-    console, with_ = Console(stderr=True), decoder()
+    console = Console(stderr=True)
     shown = track(videos, "decoding videos", console=console, transient=True, disable=not console.is_terminal)
-    about = "footage", LAYOUT, size, with_, importlib.import_module(DECODERS[with_]).__version__
-    frames = [kept(cache, (*about, cache and digest_file(path)), partial(decode, path, size)) for path, *_ in shown]
+    frames = [decode_cached(path, size, cache) for path, *_ in shown]
     return torch.cat(frames), [len(each) for each in frames]
 
 

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ....models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
-from ...common.cache import user_cache
 from ...common.devices import sent
 from ...common.options import choose
 from ..config import MODEL, Training, changed, check_ignored, check_width, describe, option
 from ..data.buckets import TEST_SIZE
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
 from ..data.records import average_by_class, describe_few, describe_held_out
-from ..data.videos import TASKS, Footage, decode, load_footage, ordered
+from ..data.videos import CACHE, TASKS, Footage, decode, find_cache, load_footage, ordered
 from ..encodings import MEMORY_HELP, VIDEOS, Backbone, explain_single_patch, has_coordinates, restore_arguments
 from ..loop import Trainer
 from ..order import shuffle, steps_per_epoch
@@ -138,9 +137,7 @@ class VideoTraining(Training):
     test_samples: int = option(
         1024, "Approximate number of held-out (clip, label) pairs to test on.", free=True, least=1
     )
-    cache: str = option(
-        "auto", "Folder for decoded frames, shared by runs: auto (the user's cache), none, or a folder.", free=True
-    )
+    cache: str = option("auto", CACHE, free=True)
 
     def __post_init__(self) -> None:
         if self.test_frames is None:
@@ -214,10 +211,6 @@ class VideoTraining(Training):
             )
         return None if self.causal else frames // self.tubelet, size // self.patch, size // self.patch
 
-    @property
-    def cache_folder(self) -> Path | None:
-        return {"auto": user_cache() / "footage", "none": None}.get(self.cache, Path(self.cache))
-
 
 def dependent_defaults(settings: dict[str, Any]) -> dict[str, bool]:
     """Return the defaults of options that depend on --task and --causal."""
@@ -267,13 +260,10 @@ def build(config: VideoTraining) -> LrpeVideoTransformer:
 
 
 def explain_no_streaming(config: VideoTraining, model: LrpeVideoTransformer) -> str:
-    """Return a message with the reason if ``model.stream`` rejects a model trained with --causal, otherwise ""."""
-    if not config.causal:
-        return ""
-    frames = torch.zeros(1, model.patch_embed.in_chans, config.tubelet, config.patch, config.patch)  # a single token
+    """Return a message with the reason if a model trained with --causal can't stream, otherwise ""."""
     try:
-        with torch.no_grad():
-            model.stream(frames)
+        if config.causal:
+            model.check_stream()
     except ValueError as error:
         return f"--causal: this model can't read a video frame by frame. {error}"
     return ""
@@ -431,7 +421,7 @@ def read_clip(path: Path, settings: dict[str, Any], *, whole: bool = False) -> T
 
 
 def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
-    load = partial(load_labelled, config.data, parts=config.parts, fold=config.fold, cache=config.cache_folder)
+    load = partial(load_labelled, config.data, parts=config.parts, fold=config.fold, cache=find_cache(config.cache))
     videos = load(config.size).to(device)
     by_size = {config.size: videos}
     if config.test_size not in (0, config.size):
@@ -494,7 +484,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
     model, span = build(config), config.frames * config.every
     load = partial(
         load_footage, config.data, segment=config.segment, parts=config.parts, fold=config.fold, gap=2 * span,
-        span=span, device=device, cache=config.cache_folder,
+        span=span, device=device, cache=find_cache(config.cache),
     )  # fmt: skip
     by_size = {size: load(size) for _, size in conditions(config)}
     footage = by_size[config.size]
