@@ -15,8 +15,8 @@ from .engine.inductor.private import are_transforms_active, is_tracing, num_disp
 
 __all__ = [
     "a_or_an", "as_integer", "can_read", "check_at_least", "check_boundaries", "check_dense", "check_frequencies",
-    "check_offsets", "check_one_of", "check_precise", "check_reference", "describe_positions",
-    "explain_unknown", "find_similar", "fleeting", "invalid_positions", "is_finite_number", "is_real", "join_names", "or_one",
+    "check_offsets", "check_one_of", "check_precise", "check_reference", "describe_positions", "explain_unknown",
+    "find_similar", "fleeting", "invalid_positions", "is_finite_number", "is_real", "join_names", "or_one",
     "plural", "repeat_over_layers", "show_value", "split_pair", "suggest",
 ]  # fmt: skip
 
