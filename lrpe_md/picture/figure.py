@@ -20,7 +20,7 @@ from ..checks import plural
 from ..presets.registry import SCHEMES
 from . import data
 from .data import Subject, TokenLayout
-from .layout import MARGIN, PLOT_HEIGHT, Block, Panel, bold, fill, lay_out, split_name
+from .layout import MARGIN, PLOT_HEIGHT, Block, Panel, bold, fill_lines, lay_out_panels, split_name
 
 WIDTH = 11.0  # inches
 STYLE: Any = {
@@ -195,7 +195,7 @@ def draw(view: View, names: Sequence[str] = (), width: float | None = None) -> F
         figure = Figure(figsize=(width, 4.0))
         draw_blocks = _draw_sequence if len(view.layout.shape) == 1 else _draw_grid
         blocks = draw_blocks(figure, view, panels, _count_columns(width))
-        lay_out(figure, blocks, *(() if names else (_header(figure, view), _foot(figure))))
+        lay_out_panels(figure, blocks, *(() if names else (_header(figure, view), _foot(figure))))
         return figure
 
 
@@ -229,7 +229,7 @@ def draw_comparison(views: Sequence[View], names: Sequence[str] = (), width: flo
             block = replace(
                 block, bar=_colour_bar(figure, maps, "similarity", location="left"), scaled=maps, side="left"
             )
-        lay_out(figure, [block], foot=None if names else _foot(figure))
+        lay_out_panels(figure, [block], foot=None if names else _foot(figure))
         return figure
 
 
@@ -293,7 +293,7 @@ def _draw_sequence(figure: Figure, view: View, panels: Sequence[str], columns: i
     """Draw angles with one row per channel, similarity as lines, and wavelengths."""
     scores, made, bar = _select_scores(view, panels), [], None
     if "angles" in panels:
-        made.append((1.25, _rows(figure, view)))
+        made.append((1.25, _angle_rows(figure, view)))
         bar = _angle_bar(figure, [made[0][1]])
     if scores:
         lowest = lowest_similarity([view], None if "variants" in panels else 1)
@@ -313,7 +313,7 @@ def _add_axes(figure: Figure, **options: Any) -> Any:
     return axis
 
 
-def _rows(figure: Figure, view: View) -> Panel:
+def _angle_rows(figure: Figure, view: View) -> Panel:
     """Draw the angles of a sequence with one row per channel."""
     axis, layout, omega = _add_axes(figure), view.layout, view.omega(view.default_variant)
     rows = data.wrap(data.token_angles(layout, omega[view.channels])).T
@@ -478,14 +478,14 @@ def _header(figure: Figure, view: View) -> Any:
         *_conditions(view),
     ]
     title, space = figure.suptitle("", fontsize=9, ha="left"), figure.get_figwidth() - 2 * MARGIN
-    name = fill(split_name(made.name), title, space, draw=bold)
-    title.set_text(fill([name, *(part.replace(" ", "\xa0") for part in parts)], title, space, "   ·   "))
+    name = fill_lines(split_name(made.name), title, space, draw=bold)
+    title.set_text(fill_lines([name, *(part.replace(" ", "\xa0") for part in parts)], title, space, "   ·   "))
     return title
 
 
 def _foot(figure: Figure) -> Any:
     text = figure.supxlabel("", fontsize=7, color="#444444", ha="left")
-    text.set_text(fill(FOOT.split(" "), text, figure.get_figwidth() - 2 * MARGIN))
+    text.set_text(fill_lines(FOOT.split(" "), text, figure.get_figwidth() - 2 * MARGIN))
     return text
 
 

@@ -29,8 +29,7 @@ class Panel:
         title, name: title, and name in bold above it. Parts joined by no-break spaces only break if they are too long.
         aspect: height per width of a map, or None for a plot, which is as high as its row.
         height: minimum height of a plot, or maximum height of a map.
-        handles: handles of the legend.
-        offset: height of marks between the axes and the legend.
+        handles, offset: handles of the legend, and the height of marks between the axes and the legend.
         refine: function that chooses the ticks for axes of this width and height.
         box: left side, top, width and height. A map is in the middle of its box.
         margins: space for texts and ticks on the left, above, on the right and below the axes.
@@ -55,10 +54,10 @@ class Panel:
         """Break the title and the x label into lines of at most this width, and add the legend."""
         title, label = self.axis.title, self.axis.xaxis.label
         above = _add_legend(self.axis, self.handles, space, self.offset) if self.handles else self.offset
-        names = fill(split_name(self.name), title, space, draw=bold)
-        titles = fill(self.title.split(" "), title, space)
+        names = fill_lines(split_name(self.name), title, space, draw=bold)
+        titles = fill_lines(self.title.split(" "), title, space)
         self.axis.set_title("\n".join(filter(None, [names, titles])), pad=4 + 72 * above)
-        label.set_text(fill(label.get_text().split(), label, space))
+        label.set_text(fill_lines(label.get_text().split(), label, space))
 
 
 @dataclass(eq=False)
@@ -69,8 +68,7 @@ class Block:
         rows: panels, or None for empty cells. A panel that is repeated in a row spans several columns.
         shares: relative widths of the columns.
         bar: axes of a colour bar, or None.
-        scaled: panels with the scale of the bar.
-        side: side of these panels on which the bar is.
+        scaled, side: panels with the scale of the bar, and the side of them on which the bar is.
     """
 
     rows: Sequence[Sequence[Panel | None]]
@@ -88,7 +86,7 @@ class Block:
             left, _, right, _ = panel.margins
             before[i], after[j + 1] = max(before[i], left), max(after[j + 1], right)
         gaps = [a + b + MARGIN for a, b in zip(after, before, strict=True)]
-        left, _, right, _ = _find_margins(self.bar) if self.bar else (0.0, 0.0, 0.0, 0.0)
+        left, _, right, _ = _find_margins(self.bar) if self.bar else [0.0] * 4
         place = max((j + 1 for panel, _, j in spans if panel in self.scaled and self.side == "right"), default=0)
         gaps[place] += left + BAR + right + MARGIN if self.bar else 0.0
         unit = (width - sum(gaps)) / sum(self.shares)
@@ -136,18 +134,20 @@ class Block:
         return found
 
 
-def lay_out(figure: Figure, blocks: Sequence[Block], header: Any = None, foot: Any = None) -> None:
+def lay_out_panels(figure: Figure, blocks: Sequence[Block], header: Any = None, foot: Any = None) -> None:
     """Set the height of a figure, and place the header, the blocks below each other, and the footnote."""
     width = figure.get_figwidth()
     for _ in range(2):  # ticks change with the sizes of the axes, and margins change with the ticks
-        top = MARGIN + (_measure(header)[1] + GAP if header else 0.0)
+        top = MARGIN + (_find_extent(header)[1] + GAP if header else 0.0)
         for block in blocks:
             block.set_columns(width)
             top = block.set_rows(top)
-        height = top - GAP + MARGIN + (_measure(foot)[1] + GAP if foot else 0.0)
+        height = top - GAP + MARGIN + (_find_extent(foot)[1] + GAP if foot else 0.0)
         figure.set_size_inches(width, height)
         for axis, (x, y, w, h) in (pair for block in blocks for pair in block.boxes()):
             axis.set_position((x / width, 1 - (y + h) / height, w / width, h / height))
+        for bar in (block.bar for block in blocks if block.bar):  # other ticks could have longer labels
+            bar.set_yticks([tick for tick in bar.get_yticks() if bar.get_ylim()[0] <= tick <= bar.get_ylim()[1]])
         for text, y in ((header, height - MARGIN), (foot, MARGIN)):
             if text:
                 text.set_position((MARGIN / width, y / height))
@@ -176,23 +176,23 @@ def _add_legend(axis: Any, handles: Sequence[Any], space: float, offset: float) 
         return made
 
     rows = 1
-    while _measure(legend := add(rows))[0] > space and rows < len(handles):
+    while _find_extent(legend := add(rows))[0] > space and rows < len(handles):
         rows += 1
-    if _measure(legend)[0] > space:
+    if _find_extent(legend)[0] > space:
         texts = legend.get_texts()
-        rest = space - _measure(legend)[0] + max(_measure(text)[0] for text in texts)
-        labels = [fill(label.split(" "), text, rest) for label, text in zip(labels, texts, strict=True)]
+        rest = space - _find_extent(legend)[0] + max(_find_extent(text)[0] for text in texts)
+        labels = [fill_lines(label.split(" "), text, rest) for label, text in zip(labels, texts, strict=True)]
         legend = add(rows)
-    return _measure(legend)[1] + offset
+    return _find_extent(legend)[1] + offset
 
 
-def _measure(artist: Any) -> tuple[float, float]:
+def _find_extent(artist: Any) -> tuple[float, float]:
     """Return the width and height of a text or a legend."""
     box, dpi = artist.get_window_extent(), artist.figure.dpi
     return SLACK * box.width / dpi, SLACK * box.height / dpi
 
 
-def fill(words: Sequence[str], text: Any, width: float, separator: str = " ", draw: Callable[[str], str] = str) -> str:
+def fill_lines(words: Sequence[str], text: Any, width: float, separator: str = " ", draw: Any = str) -> str:
     """Break words into lines of at most this width, as few and as equal as possible.
 
     Words that exceed a line break at no-break spaces, or else anywhere outside of formulas. ``text`` is a text in the
@@ -201,7 +201,7 @@ def fill(words: Sequence[str], text: Any, width: float, separator: str = " ", dr
 
     def fits(line: str, width: float) -> bool:
         text.set_text(draw(line).replace("\xa0", " "))
-        return _measure(text)[0] <= width
+        return _find_extent(text)[0] <= width
 
     def split(word: str) -> list[str]:
         if "\xa0" in word and not fits(word, width):

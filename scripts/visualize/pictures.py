@@ -235,10 +235,7 @@ def main(
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(
-            help="Rescale the positions of all presets to a grid (16, 8x-; '-' skips an axis), except of presets that "
-            "scale them."
-        ),
+        typer.Option(help="Rescale all positions to a grid (16, 8x-; '-' skips an axis), unless a preset scales them."),
     ] = None,
     text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
