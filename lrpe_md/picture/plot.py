@@ -71,7 +71,7 @@ def show(
         width: width of the figure in inches, from 3 to 100. The default is 11. Text keeps its size, so a narrow
             figure has fewer columns. The height follows from the panels.
         dark: whether to draw for a dark background.
-        options: options of the scheme's positions; see :meth:`lrpe_md.presets.Preset.positions`.
+        options: options of all schemes' positions, such as ``reference``; see :meth:`lrpe_md.presets.Preset.positions`.
 
     Returns:
         the figure, a matplotlib Figure. The figure is not registered with pyplot, so ``plt.show()`` doesn't show it. A
