@@ -235,7 +235,7 @@ def main(
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="Rescale all positions to a grid such as 16 or 8x- ('-' skips an axis) unless a preset does."),
+        typer.Option(help="Rescale positions to a grid such as 16 or 8x- ('-' skips an axis) unless the preset does."),
     ] = None,
     text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
