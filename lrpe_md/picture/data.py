@@ -361,7 +361,7 @@ def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int
 def choose_frames(layout: TokenLayout, token: Sequence[int], number: int = 3) -> list[int]:
     """Choose the frames to draw, including the token's own frame and others evenly spaced over time.
 
-    The token's frame replaces the nearest evenly spaced frame. If two are equally near, the first and last frames stay.
+    The token's frame replaces the nearest evenly spaced frame. On a tie, the first and last frames are kept.
     """
     frames = layout.frames[0]
     own = token[0] if len(layout.shape) == 3 else 0

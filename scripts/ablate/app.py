@@ -32,6 +32,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from lrpe_md.checks import join_names
 from lrpe_md.presets.registry import REGISTERED
 
 from ..common.devices import choose_device, turn_of
@@ -193,8 +194,8 @@ def select_encodings(
             backbone.split_attention(kind, "--encoding")
         if slash and attention and kind not in attention:
             raise typer.BadParameter(
-                f"--encoding {kind}/{name}: expected a kind of attention in --attention "
-                f"({', '.join(attention)}); leave out --attention, or add --attention {kind}"
+                f"--encoding {kind}/{name}: expected {join_names(map(repr, attention), 'or')}, as in --attention, "
+                f"got {kind!r}; leave out --attention, or add --attention {kind}"
             )
     with_attention = pairs and all(slash for _, slash, _ in pairs)
     compared = task.full.compared if full and task.full else task.compared

@@ -95,7 +95,7 @@ class Scaled:
 
 
 def near_square(num: int, axes: int) -> tuple[int, ...]:
-    """Factor a power of 2 into ``axes`` sizes in ascending order that differ by a factor of at most 4."""
+    """Factor a power of 2 into ``axes`` sizes. They are in ascending order, and differ by at most a factor of 2."""
     powers = round(math.log2(num))
     return tuple(2 ** ((powers + i) // axes) for i in range(axes))
 

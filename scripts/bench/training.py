@@ -344,7 +344,7 @@ def main(
         Path | None, typer.Option(help="Another checkout of this repository, for adapted-other.")
     ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
-    out: Annotated[Path, typer.Option(help="CSV to append to; kernels go to NAME-kernels.csv next to it.")] = Path(
+    out: Annotated[Path, typer.Option(help="CSV to append to; --profile writes NAME-kernels.csv next to it.")] = Path(
         "runs/training.csv"
     ),
 ) -> None:  # fmt: skip

@@ -387,7 +387,7 @@ def test_bits_per_byte_of_long_texts_are_measured():
     linear, unscaled = (means["rotate"][name][longer] for name in ("linear", "none"))
     assert (linear > unscaled).all()
     twice = f"{linear['1024']:.2f} instead of {unscaled['1024']:.2f} bits per byte at twice the length."
-    assert f"rotation is worse than without stretching at every length: {twice}" in text
+    assert f"makes rotation worse at every longer length: {twice}" in text
 
 
 def test_differences_of_mixed_frequencies_at_other_sizes_are_measured():
@@ -497,8 +497,8 @@ def test_softmax_layers_in_long_clips_are_measured():
     place, key = rows["by place", "64x4x4"], rows["by key"]
     decay, delta = (place[name] - place[f"{name},{name},{name},softmax"] for name in ("decay", "delta"))
     assert abs(decay.mean()) < half_width(decay)
-    worse = f"models with overwriting are {delta.mean():.1f} ± {half_width(delta):.1f} points worse"
-    assert f"the gain with decay is gone, and {worse} than without softmax layers." in text
+    worse = f"softmax layers make models with overwriting {delta.mean():.1f} ± {half_width(delta):.1f} points worse"
+    assert f"the gain with decay is gone, and {worse}." in text
     ahead = (key[size]["delta,delta,delta,softmax"] - key[size]["decay"] for size in ("32x4x4", "64x4x4"))
     shorter, longer = (f"{each.mean():.1f} ± {half_width(each):.1f} points" for each in ahead)
     assert f"ahead of decay by {shorter} at 32 frames, and by {longer} at 64." in text

@@ -665,7 +665,7 @@ def test_attention_of_single_encodings():
     assert select(image, ["none", "linear,softmax/rotate"], None, False) == {
         "softmax": ["none"], "linear": ["none"], "linear,softmax": ["rotate"]
     }  # fmt: skip
-    with pytest.raises(typer.BadParameter, match="softmax/none: expected a kind of attention in --attention"):
+    with pytest.raises(typer.BadParameter, match="softmax/none: expected 'linear', as in --attention, got 'softmax'"):
         select(image, ["softmax/none", "linear/rotate"], ["linear"], False)
     for wrong in ("linaer/rotate", "linear/rotat"):
         with pytest.raises(typer.BadParameter, match="unknown"):

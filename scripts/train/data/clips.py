@@ -130,7 +130,7 @@ def load_labelled(
     Args:
         paths: a single folder.
         size: height and width after centre-cropping to a square and resizing.
-        parts, fold: if there is no test folder, one in ``parts`` videos is held out, based on a hash of the file name.
+        parts, fold: if there is no test folder, about 1/``parts`` of the videos are held out, by a hash of the name.
         cache: folder for decoded frames, shared by all runs.
         only_held_out: whether to omit the training videos.
 

@@ -570,7 +570,7 @@ def hold_out(keys: Sequence[str], parts: int, fold: int = 0) -> np.ndarray:
 
 
 def split_source(source: Source, test: Source | None, parts: int) -> tuple[Stream, Stream]:
-    """Return the training and test streams. Without a test source, one in ``parts`` samples is held out."""
+    """Return the training and test streams. Without a test source, about 1/``parts`` of the samples are held out."""
     if test is not None:
         return Stream(source, np.arange(len(source))), Stream(test, np.arange(len(test)))
     held_out = hold_out(source.list_keys(), parts)

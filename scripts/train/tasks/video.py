@@ -4,8 +4,8 @@
     lrpe-md train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train video --data FOLDER --out runs/arrow --precision bf16
 
-With ``--task labels``, FOLDER contains either CLASS/*.mp4, where one in --parts videos is held out, or
-train/CLASS/*.mp4 and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors
+With ``--task labels``, FOLDER contains either CLASS/*.mp4, or train/CLASS/*.mp4 and val/CLASS/*.mp4. Without val, about
+1/--parts of the videos are held out. The command writes checkpoint.pt, history.csv, result.json and model.safetensors
 to the run's folder. Run the same command again to resume an interrupted run.
 """
 
@@ -88,7 +88,7 @@ class VideoTraining(Training):
     frames: int = option(8, "Frames per clip.", least=1)
     every: int = option(4, "Distance between the frames of a clip, in video frames.", least=1)
     sampling: str = option(
-        "dense", "Frames to show with --task labels: dense (one in --every), or uniform (over the whole video)."
+        "dense", "Frames to show with --task labels: dense (--every frames apart), or uniform (over the whole video)."
     )
     size: int = option(48, "Height and width of a clip in training, in pixels.")
     test_size: int = option(
