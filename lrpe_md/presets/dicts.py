@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from ..checks import suggest
+from ..checks import explain_unknown, suggest
 from .functions import FUNCTIONS
 
 __all__ = ["read_scheme", "write_scheme"]
@@ -84,7 +84,7 @@ def read_scheme(data: Mapping[str, Any], functions: Functions | None, classes: M
         part = dict(values["frequencies"])
         kind = part.pop("kind", None)
         if kind not in ("axial", "dense"):
-            raise ValueError(f"frequencies: expected a kind, 'axial' or 'dense', got {kind!r}")
+            raise ValueError(f"frequencies: expected 'kind' to be 'axial' or 'dense', got {kind!r}")
         values["frequencies"] = _read_fields("frequencies", classes[kind], part, known)
     if isinstance(values.get("tokens"), Mapping):
         values["tokens"] = _read_fields("tokens", classes["tokens"], values["tokens"], known)
@@ -111,7 +111,7 @@ def _check_arguments(name: str, function: Any, bound: Mapping[str, Any]) -> None
     names = [p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = sorted(map(str, bound.keys() - set(names)))
     if unknown and not any(p.kind == p.VAR_KEYWORD for p in taken):
-        raise ValueError(f"{name}: accepts only the arguments {', '.join(names)}, got {', '.join(unknown)}")
+        raise ValueError(explain_unknown(name, unknown[0], names, f"one of the arguments {names}"))
 
 
 def _read_value(name: str, value: Any, known: Functions) -> Any:

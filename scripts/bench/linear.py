@@ -172,7 +172,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Benchmark linear attention, starting with lrpe-md. Each row is written to the CSV immediately."""
+    """Benchmark lrpe-md's linear attention, then other implementations. Each row is written to the CSV immediately."""
     where = choose_gpu(device, smoke)
     OtherCheckout.package = None if other is None else import_checkout(other)
     works = choose_in_order("--workload", workload, ALL_WORKLOADS, DEFAULT)

@@ -211,7 +211,9 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Benchmark rotations after a norm, starting with lrpe-md. Each row is written to the CSV immediately."""
+    """Benchmark lrpe-md's rotation after a norm, then other implementations. Each row is written to the CSV
+    immediately.
+    """
     where = choose_gpu(device, smoke)
     works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)
     overs, impls = choose_in_order("--over", over, OVER, OVER), choose_in_order("--impl", impl, IMPLS, IMPLS)

@@ -164,7 +164,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Benchmark the operators, starting with lrpe-md. Each row is written to the CSV immediately."""
+    """Benchmark lrpe-md's operators, then other implementations. Each row is written to the CSV immediately."""
     where = choose_gpu(device, smoke)
     started = time.monotonic()
     wanted_modes = choose_in_order("--modes", modes, MODES, DEFAULT_MODES)

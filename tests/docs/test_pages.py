@@ -487,7 +487,7 @@ def test_the_lead_of_rotation_on_images_is_measured():
     linear, softmax = (values["rotate", kind] - values["sincos", kind] for kind in ("linear", "softmax"))
     assert f"ahead of the table by {linear.mean():.1f} ± {half_width(linear):.1f} points with linear attention." in text
     assert softmax.mean() < half_width(softmax)
-    assert f"rotation's lead of {softmax.mean():.1f} ± {half_width(softmax):.1f} points is not clear." in text
+    assert f"it is ahead by {softmax.mean():.1f} ± {half_width(softmax):.1f} points, which is not a clear" in text
 
 
 def test_softmax_layers_in_long_clips_are_measured():

@@ -278,10 +278,14 @@ def test_own_functions_need_names_of_their_own():
         (r"data: expected a field of Scheme, got 'pair' \(did you mean 'pairs'\?\)$", lambda d: d | {"pair": "half"}),
         (r"data: Scheme needs head_dim, got doc, frequencies", lambda d: d.pop("head_dim") and None),
         (
-            r"frequencies: expected a kind, 'axial' or 'dense', got None",
+            r"frequencies: expected 'kind' to be 'axial' or 'dense', got None",
             lambda d: d["frequencies"].pop("kind") and None,
         ),
         (r"frequencies: Axial needs split, got base", lambda d: d["frequencies"].pop("split") and None),
+        (
+            r"grid: unknown 'scal'; did you mean 'scale'\? Expected one of the arguments \['shape', 'scale'\]",
+            lambda d: d | {"grid": {"function": "scaled", "scal": 2}},
+        ),
         (r"data: expected a dict, as returned by to_dict, got list", lambda d: [1]),
         (r"frequencies: expected Axial or Dense, got str", lambda d: d | {"frequencies": "axial"}),
     ],

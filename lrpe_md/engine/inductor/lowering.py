@@ -346,8 +346,9 @@ def _is_aligned(box: Any) -> bool:
 def _find_predecessors(inputs: _Inputs) -> set[str]:
     """Return the names of buffers that must exist before the outputs are allocated.
 
-    These are the operator's input buffers. If they are all graph inputs, other buffers that the outputs' first users
-    read are also included, such as the incoming gradient if the backward pass of attention recomputes an encoding.
+    These are the operator's input buffers. If all of them are graph inputs, also include the other buffers that are
+    read by the first users of the outputs. For example, if the backward pass of attention recomputes an encoding, this
+    includes the incoming gradient.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V

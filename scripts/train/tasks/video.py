@@ -49,13 +49,13 @@ class VideoTraining(Training):
     1,500 steps of 64 × 288 tokens. Training takes 35 to 70 seconds on an H200 shared with six other runs, and hours on
     a CPU. Decoded frames take 7 kB each at 48×48, and another 12 kB each at the test size, 64×64.
 
-    Expect: with --encoding none or space-only, the model can't see the order of frames, so apart from ties, its
-    accuracy is exactly at chance level (50% for arrow, 4.2% for order) at any length. Cosine without a phase is also
-    at chance level for arrow: its q·k is an even function of the distance, so a clip and its reverse look the same. For
-    order, other encodings reach 20 to 60% in 3,000 steps, or stay at chance level. The accuracy only starts to improve
-    after hundreds to thousands of steps. For arrow, the model memorises eleven minutes of video, and only reaches 43 to
-    54% on other minutes of the same videos. Compression artefacts between key frames can reveal the direction of time
-    just as motion does; small sizes hide most of the artefacts.
+    Expect: with --encoding none or space-only, the model can't see the order of frames. At any length, its accuracy is
+    at chance level (50% for arrow, 4.2% for order), up to rounding errors. Cosine without a phase is also at chance
+    level for arrow: its q·k is an even function of the distance, so a clip and its reverse look the same. For order,
+    other encodings reach 20 to 60% in 3,000 steps, or stay at chance level. The accuracy only starts to improve after
+    hundreds to thousands of steps. For arrow, the model memorises eleven minutes of video, and only reaches 43 to 54%
+    on other minutes of the same videos. Compression artefacts between key frames can reveal the direction of time just
+    as motion does; small sizes hide most of the artefacts.
     """
 
     backbone: ClassVar[Backbone] = VIDEOS
