@@ -472,7 +472,7 @@ class PresetMd(FrequencyModule):
 
 
 def _name_positions(grid: Grid) -> str:
-    """Return the call to a preset's ``positions`` that an error or a warning recommends instead of a grid."""
+    """Return the call to ``positions`` that an error or a warning about a grid recommends for a preset."""
     prefix = f"{grid.prefix}, " if grid.prefix else ""
     return f"module.positions({prefix}{grid.shape})"
 

@@ -85,7 +85,7 @@ def main(
     interpreting = impl == "triton" and kind == "cpu"
     if interpreting and not (TESTS / "interpreting.py").is_file():
         raise typer.BadParameter(
-            "--impl triton: expected a GPU, or a checkout of the repository for Triton's interpreter"
+            "--impl triton: expected a GPU, or a checkout of the repository, which Triton's interpreter needs"
         )
     if interpreting:
         os.environ["TRITON_INTERPRET"] = "1"  # new processes inherit this before they import triton

@@ -125,8 +125,8 @@ def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> La
     if prefix is None and num_rows < num_tokens:
         raise ValueError(
             f"tables: expected a row for each of the {num_tokens} tokens (x's N), got {num_rows} rows in "
-            f"tables of shape {tuple(tables.cos_sin.shape)}. Pass longer tables. If the tokens before the first "
-            "row have no position, pass their number as prefix=" + TRANSPOSE * looks_transposed
+            f"tables of shape {tuple(tables.cos_sin.shape)}. Pass longer tables, or set prefix= to the number of "
+            "tokens without a row, which must come first" + TRANSPOSE * looks_transposed
         )
     return tables.lay_out(num_tokens)
 
