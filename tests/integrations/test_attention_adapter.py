@@ -241,7 +241,7 @@ def test_what_is_compiled_follows_patches(monkeypatch):
     monkeypatch.setattr(plain.Attention, "forward", lambda self, x: x * 0)
     torch._dynamo.reset()
     for call in (model, torch.compile(model, backend="aot_eager")):
-        with pytest.raises(RuntimeError, match=r"blocks\.0\.attn: expected a call of F.scaled_dot_product_attention"):
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.attn: expected a call to F.scaled_dot_product_attention"):
             call(*inputs)
 
 
@@ -747,7 +747,7 @@ class InsideNew(Inside):
 
 
 ATTENTIONS = {
-    Manual: r"blocks\.0\.attn: expected a call of F.scaled_dot_product_attention(.|\n)*fused_attn = True",
+    Manual: r"blocks\.0\.attn: expected a call to F.scaled_dot_product_attention(.|\n)*fused_attn = True",
     Cross: r"blocks\.0\.attn: expected self-attention, where .* tokens, got 24 and 23 tokens.*pass use_cache=False",
     Flat: r"blocks\.0\.attn: expected q and k of shape \(B, H, N, D\) in .*, got \(4, 24, 16\)",
     InsideReentrant: r"blocks\.0\.attn: a checkpoint, no_grad or autograd.Function can't be used",

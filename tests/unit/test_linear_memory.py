@@ -491,8 +491,8 @@ ERRORS = [
     ({"directions": "both", "is_causal": True}, "directions: 'both' needs block="),
     ({"directions": "both", "block": 6, "return_state": True}, "return_state: expected None"),
     ({"block": 6, "decay": torch.ones(3)}, r"\(2 or 1,\) for one decay per key head, or \(2 or 1, 2 or 1, 4\)"),
-    ({"block": 6, "decay": torch.ones(2, 2, 24)}, r"4\) for the blocks between prefix and suffix"),
-    ({"is_causal": True, "decay": torch.ones(2, 2, 4)}, r"24\) for the tokens"),
+    ({"block": 6, "decay": torch.ones(2, 2, 24)}, r"4\) for one decay per block between prefix and suffix"),
+    ({"is_causal": True, "decay": torch.ones(2, 2, 4)}, r"24\) for one decay per token"),
     ({"block": 6, "decay": torch.ones(3, 2, 4)}, "decay: expected"),
     ({"block": 6, "decay": torch.tensor([0.5, 1.5])}, r"factors in \(0, 1\], got values from 0.5 to 1.5"),
     ({"block": 6, "decay": torch.tensor([0.0, 0.5])}, "from 0 to 0.5"),
@@ -511,7 +511,7 @@ def test_errors(options, message):
 
 def test_the_shape_of_a_decay_of_one_head():
     q, k, v = (torch.randn(1, heads, 24, 6) for heads in (4, 1, 1))
-    with pytest.raises(ValueError, match=r"decay: expected shape \(1,\) for .*, or \(1, 1, 4\) for the blocks"):
+    with pytest.raises(ValueError, match=r"decay: expected shape \(1,\) for .*, or \(1, 1, 4\) for one decay per block"):
         linear_attention(q, k, v, map=None, block=6, decay=torch.ones(3))
 
 

@@ -120,7 +120,7 @@ def test_compile(backend):
 
 
 BAD = {
-    "no group": (r"phase: expected at least one group, got \(0, 2, 4\)", lambda x, w, p: call(x, w, p[:0])),
+    "no group": (r"phase: expected at least one group, got shape \(0, 2, 4\)", lambda x, w, p: call(x, w, p[:0])),
     "another width": (
         r"phase\[0\]: expected shape .*, 8\), got \(2, 4\)",
         lambda x, w, p: call(x.repeat(1, 1, 1, 2), w.repeat(1, 2, 1), p),
@@ -129,7 +129,7 @@ BAD = {
         r"phase\[0\]: expected 1 head or the number of key heads", lambda x, w, p: call(x, w, p.repeat(1, 2, 1)[:, :3]),
     ),
     "numbers that differ": (
-        r"phase: expected the same number of groups for q and k, got \[\(3, 2, 4\), \(2, 2, 4\)\]",
+        r"phase: expected the same number of groups for q and k, got shapes \[\(3, 2, 4\), \(2, 2, 4\)\]",
         lambda x, w, p: cosine(x, x, omega=w, positions=GRID, phase=(p, p[:2])),
     ),
 }  # fmt: skip

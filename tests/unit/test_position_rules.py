@@ -66,7 +66,7 @@ def test_rules_on_a_single_row_and_on_none(n):
 def test_a_crop_runs_forwards():
     """A few positions far from 0 would run backwards. A crop from 0, of one position, or of full size never does."""
     with pytest.raises(
-        ValueError, match=r"start, stop: the last of 2 positions, stop \(2 - 1\) / 2 = 8, would precede"
+        ValueError, match=r"start, stop: the last of 2 positions, stop \* \(2 - 1\) / 2 = 8, would precede"
     ):
         Grid((4, 2)).crop((0, 14), (4, 16))
     for n in range(1, 30):
