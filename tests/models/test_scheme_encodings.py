@@ -156,7 +156,7 @@ def test_images_by_a_table():
     assert all((row == expected).all(-1).any() for row in rows.flatten(0, 1))
     model(x).sum().backward()
     model.reference = (4, 4)
-    with pytest.raises(ValueError, match=r"reference: .*positions are a table"):
+    with pytest.raises(ValueError, match=r"reference: .*positions come from a table"):
         model(x)
 
 

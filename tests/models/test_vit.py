@@ -1055,7 +1055,7 @@ def test_argument_errors():
         ({"encoding_kwargs": {"act": "gelu"}}, r"act: expected one of"),
         ({"encoding_kwargs": {"act": "softmax"}}, r"dim: expected -1"),
         ({"encoding": "cosine", "encoding_kwargs": {"bas": 10.0}}, r"bas"),
-        ({"encoding": "cosine", "pos_embed": "learn"}, r"pos_embed: .*use absolute"),
+        ({"encoding": "cosine", "pos_embed": "learn"}, r"pos_embed: expected absolute= instead"),
         ({"absolute": "sincos", "embed_dim": 30}, r"absolute: 'sincos' needs an embed_dim divisible by 4, got 30"),
         ({"encoding": "cosine", "block_fn": ParallelScalingBlock}, r"blocks\[0\] of type ParallelScalingBlock"),
     ):
@@ -1082,7 +1082,7 @@ def snapshot(model):
 @pytest.mark.parametrize(
     ("kwargs", "call", "match"),
     [
-        ({"block_fn": ParallelScalingBlock}, {"encoding": "cosine"}, r"model: expected blocks of Block"),
+        ({"block_fn": ParallelScalingBlock}, {"encoding": "cosine"}, r"model: expected blocks of type Block"),
         ({"attn_layer": DiffAttention}, {"encoding": "cosine"}, r"DiffAttention"),
         ({"attn_layer": GatedAttention}, {"encoding": "cosine"}, r"GatedAttention"),
         ({}, {"encoding": "rope"}, r"encoding: unknown 'rope'"),

@@ -867,7 +867,7 @@ def test_reference_of_plain_weights_is_suggested(absolute, class_token, data, tm
         ({"stream": True, "label": "kind", "without": "bad"}, "--without bad: does not work with streamed data"),
         ({"reference": 10}, "--reference: expected a side or HEIGHTxWIDTH in multiples of 4, got '10'"),
         ({"reference": "4"}, "--reference 4: expected more than one patch, .*; pass the size that --weights were"),
-        ({"reference": 8, "encoding": "learned"}, "--encoding learned has no grid positions to map; leave out"),
+        ({"reference": 8, "encoding": "learned"}, "--encoding learned has no grid positions to interpolate; leave out"),
     ],
 )
 def test_unsuitable_options(data, tmp_path, options, message):

@@ -281,7 +281,7 @@ REFUSED = {
         ["--tokens", "5"],
         "--tokens: not supported for a run of `train diffusion`, which only accepts --size, --frames",
     ),
-    "no prompt": ([], "--prompt: expected at least one for a run of `train diffusion`, got none"),
+    "no prompt": ([], "--prompt: expected at least one prompt for a run of `train diffusion`, got none"),
     "negative": (
         ["--prompt", "a", "--negative", "b", "--scale", "1"],
         "--negative 'b': has no effect with --scale 1, which disables guidance; pass another --scale",
