@@ -511,7 +511,7 @@ def test_errors(options, message):
 
 def test_the_shape_of_a_decay_of_one_head():
     q, k, v = (torch.randn(1, heads, 24, 6) for heads in (4, 1, 1))
-    with pytest.raises(ValueError, match=r"decay: expected shape \(1,\) for .*, or \(1, 1, 4\) for one decay per block"):
+    with pytest.raises(ValueError, match=r"decay: expected shape \(1,\) for .*, or \(1, 1, 4\) for one decay per"):
         linear_attention(q, k, v, map=None, block=6, decay=torch.ones(3))
 
 
