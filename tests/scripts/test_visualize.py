@@ -94,6 +94,17 @@ def test_compared_panels_share_a_scale():
     assert all(low <= image.get_array().min() and image.get_array().max() <= high for image in score)
 
 
+@pytest.mark.parametrize("low", [-0.2, -0.1, 0.3, 0.7])
+def test_colour_bars_label_similarity_one(low: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lrpe_md.picture.figure.lowest_similarity", lambda *_: low)
+    figure = lrpe_md.show("rope_vit_mixed", (14, 14), panels=["similarity"], num_heads=6, head=3)
+    (bar,) = [axis for axis in figure.axes if axis.get_label() == "<colorbar>"]
+    figure.draw_without_rendering()
+    assert bar.get_ylim() == (low, 1.0)
+    assert bar.get_yticks()[-1] == 1.0
+    assert bar.get_yticklabels()[-1].get_text().rstrip("0") == "1."
+
+
 def similarity_limits(figure: Any) -> set[tuple[float, ...]]:
     """Return the limits of similarity in all maps, slices and lines of a figure, without the margin of a plot."""
     axes = figure.axes
