@@ -331,7 +331,8 @@ def test_show_takes_the_options_of_the_command():
     refused: Any = (
         ({"token": (4, 0)}, ValueError, r"token: expected coordinates on the grid \(4, 6\)"),
         ({"token": "1x4"}, TypeError, r"token: expected grid coordinates, such as \(2, 3\), got '1x4'"),
-        ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32"),
+        ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32$"),
+        ({"head": 1}, ValueError, "head: expected 0 to 0, got 1; for more heads, pass num_heads="),
         ({"channels": 3}, TypeError, r"channels: expected a list of integers, such as \[0, 8\], got 3"),
         ({"maps": 0}, ValueError, "maps: expected a positive integer, got 0"),
         ({"text": -1}, ValueError, "text: expected a non-negative integer, got -1"),
@@ -898,6 +899,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 for qwen2_vl_vision"),
     (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference for qwen2_vl_vision: must be left out"),
     (["-p", "eva02", "--reference", "8x8x8"], "--reference for eva02: expected a positive size, or -, for each"),
+    (["-p", "wan", "--reference", "4x-"], "for each of the 3 axes, got 4x-"),
     (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4; plot pixtral without "
      '--text, or use a Scheme with tokens=Tokens(0, "skip") for unrotated tokens'),
     (["-p", "eva02", "--token", "18x0"], "--token: expected coordinates on the grid 18x28, starting at 0, got 18x0"),
