@@ -147,7 +147,10 @@ def lay_out_panels(figure: Figure, blocks: Sequence[Block], header: Any = None, 
         for axis, (x, y, w, h) in (pair for block in blocks for pair in block.boxes()):
             axis.set_position((x / width, 1 - (y + h) / height, w / width, h / height))
         for bar in (block.bar for block in blocks if block.bar):  # other ticks could have longer labels
-            bar.set_yticks([tick for tick in bar.get_yticks() if bar.get_ylim()[0] <= tick <= bar.get_ylim()[1]])
+            low, high = bar.get_ylim()
+            near = (high - low) * 1e-6  # matplotlib's ticks have rounding errors, such as 1.0000000000000002
+            ticks = [tick for tick in bar.get_yticks() if low - near <= tick <= high + near]
+            bar.set_yticks([min(max(tick, low), high) for tick in ticks])
         for text, y in ((header, height - MARGIN), (foot, MARGIN)):
             if text:
                 text.set_position((MARGIN / width, y / height))

@@ -21,6 +21,15 @@ __all__ = ["show"]
 
 
 Drawable = str | Scheme | Preset | Module | Tensor
+# What to pass instead of the names that matplotlib or the command use
+INSTEAD = {
+    "figsize": "width= in inches (the height follows from the panels, which you can select with panels=)",
+    "dpi": "figure.savefig(file, dpi=...)",
+    "out": "path=",
+    "panel": "panels=",
+    "channel": "channels=",
+    "heads": "num_heads=",
+}
 
 
 def show(
@@ -102,7 +111,7 @@ def show(
             subject = replace(subject, preset=replace(subject.preset, name=str(title)))
         made = subject.preset
         _check_text(made, text)
-        _check_index("head", head, max(made.omega.shape[0], made.num_heads))
+        _check_index("head", head, max(made.omega.shape[0], made.num_heads), scheme)
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
         placement = options if "reference" in options else {**options, "reference": _find_reference(model, size)}
 
@@ -141,11 +150,9 @@ def _check_drawing(channels: Any, panels: Any, width: Any, options: Mapping[str,
         raise TypeError(f"panels: expected a list of names, such as ['similarity'], got {panels!r}")
     if width is not None and not (is_finite_number(width) and data.MIN_WIDTH <= width <= data.MAX_WIDTH):
         raise ValueError(f"width: expected {data.MIN_WIDTH:g} to {data.MAX_WIDTH:g} inches, got {width!r}")
-    if "figsize" in options:
-        raise TypeError(
-            f"figsize: expected width= in inches instead of figsize, got {options['figsize']!r}; the height follows "
-            "from the panels, which you can select with panels="
-        )
+    for name in options:
+        if name in INSTEAD:
+            raise TypeError(f"{name}: expected {INSTEAD[name]} instead of {name}, got {options[name]!r}")
 
 
 def _check_text(made: Preset, text: int) -> None:
@@ -156,9 +163,10 @@ def _check_text(made: Preset, text: int) -> None:
         )
 
 
-def _check_index(name: str, value: Any, number: int) -> None:
+def _check_index(name: str, value: Any, number: int, scheme: Any = None) -> None:
     if not isinstance(value, int) or not 0 <= value < number:
-        raise ValueError(f"{name}: expected 0 to {number - 1}, got {value!r}")
+        hint = "; for more heads, pass num_heads=" if isinstance(scheme, (str, Scheme)) else ""
+        raise ValueError(f"{name}: expected 0 to {number - 1}, got {value!r}{hint}")
 
 
 def _check_token(token: Any, layout: data.TokenLayout) -> tuple[int, ...]:

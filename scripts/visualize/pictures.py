@@ -76,6 +76,7 @@ def _name_option(option: str) -> Iterator[None]:
             text,
         )
         text = re.sub(r",? or None\b", ", or -" if "--reference" in option else "", text)
+        text = re.sub(r"\(([\d, ]*None[^()]*)\)", lambda sizes: re.sub(", ?", "x", sizes[1].replace("None", "-")), text)
         raise typer.BadParameter(f"{OPTIONS.get(argument, option)}: {in_shell_terms(text, 'x')}") from error
 
 

@@ -94,6 +94,17 @@ def test_compared_panels_share_a_scale():
     assert all(low <= image.get_array().min() and image.get_array().max() <= high for image in score)
 
 
+@pytest.mark.parametrize("low", [-0.2, -0.1, 0.3, 0.7])
+def test_colour_bars_label_similarity_one(low: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lrpe_md.picture.figure.lowest_similarity", lambda *_: low)
+    figure = lrpe_md.show("rope_vit_mixed", (14, 14), panels=["similarity"], num_heads=6, head=3)
+    (bar,) = [axis for axis in figure.axes if axis.get_label() == "<colorbar>"]
+    figure.draw_without_rendering()
+    assert bar.get_ylim() == (low, 1.0)
+    assert bar.get_yticks()[-1] == 1.0
+    assert bar.get_yticklabels()[-1].get_text().rstrip("0") == "1."
+
+
 def similarity_limits(figure: Any) -> set[tuple[float, ...]]:
     """Return the limits of similarity in all maps, slices and lines of a figure, without the margin of a plot."""
     axes = figure.axes
@@ -320,7 +331,8 @@ def test_show_takes_the_options_of_the_command():
     refused: Any = (
         ({"token": (4, 0)}, ValueError, r"token: expected coordinates on the grid \(4, 6\)"),
         ({"token": "1x4"}, TypeError, r"token: expected grid coordinates, such as \(2, 3\), got '1x4'"),
-        ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32"),
+        ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32$"),
+        ({"head": 1}, ValueError, "head: expected 0 to 0, got 1; for more heads, pass num_heads="),
         ({"channels": 3}, TypeError, r"channels: expected a list of integers, such as \[0, 8\], got 3"),
         ({"maps": 0}, ValueError, "maps: expected a positive integer, got 0"),
         ({"text": -1}, ValueError, "text: expected a non-negative integer, got -1"),
@@ -887,6 +899,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 for qwen2_vl_vision"),
     (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference for qwen2_vl_vision: must be left out"),
     (["-p", "eva02", "--reference", "8x8x8"], "--reference for eva02: expected a positive size, or -, for each"),
+    (["-p", "wan", "--reference", "4x-"], "for each of the 3 axes, got 4x-"),
     (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4; plot pixtral without "
      '--text, or use a Scheme with tokens=Tokens(0, "skip") for unrotated tokens'),
     (["-p", "eva02", "--token", "18x0"], "--token: expected coordinates on the grid 18x28, starting at 0, got 18x0"),

@@ -200,8 +200,10 @@ def test_invalid_widths_and_panels():
         (
             {"figsize": (5, 3)},
             TypeError,
-            r"figsize: expected width= in inches .* got \(5, 3\);",
+            r"figsize: expected width= in inches .* got \(5, 3\)$",
         ),
+        ({"dpi": 300}, TypeError, r"dpi: expected figure.savefig\(file, dpi=...\) instead of dpi, got 300"),
+        ({"panel": ["angles"]}, TypeError, r"panel: expected panels= instead of panel, got \['angles'\]"),
     ):
         with pytest.raises(error, match=message):
             lrpe_md.show("eva02", (4, 6), **options)  # pyright: ignore[reportArgumentType]
