@@ -29,6 +29,9 @@ INSTEAD = {
     "panel": "panels=",
     "channel": "channels=",
     "heads": "num_heads=",
+    "format": "the suffix of path=",
+    "map": "an encoding with this map, such as CosineMd(...) or Scheme(..., map=...),",
+    "axis_order": "an encoding with this order, such as RotateMd(..., axis_order=...),",
 }
 
 
@@ -159,7 +162,7 @@ def _check_text(made: Preset, text: int) -> None:
     if text and made.scheme.tokens is None:
         raise ValueError(
             f"text: {made.name} has no rule for text tokens, got {text}; draw {made.name} without text=, or pass a "
-            'Scheme with tokens=Tokens(0, "skip") for unrotated tokens'
+            'copy of its scheme for unrotated tokens: dataclasses.replace(preset(...).scheme, tokens=Tokens(0, "skip"))'
         )
 
 

@@ -36,6 +36,8 @@ from .functions import geometric, plain
 __all__ = ["Axial", "Dense", "Preset", "Scaling", "Scheme", "make_preset"]
 
 Scaling = Callable[[Tensor], tuple[Tensor, float]]
+# Arguments of preset(), which are often passed to positions() by mistake
+PRESET_OPTIONS = ("base", "split", "scaling", "rotary_dim", "seed")
 
 
 @dataclass(frozen=True)
@@ -455,10 +457,12 @@ class Preset:
         if options:
             taken = list(inspect.signature(scheme.grid).parameters)[1:]
             for option in options.keys() - set(taken):
+                advice = f"leave out {option}, or use a Scheme whose grid function has this argument"
+                if option in PRESET_OPTIONS:
+                    advice = f"pass it to preset() instead, as in preset(..., {option}={options[option]!r})"
                 raise TypeError(
                     f"{option}: expected {join_names(taken or ['no options'], 'or')} for {self.name}'s grids, got "
-                    f"{option}="
-                    f"{options[option]!r}; leave out {option}, or use a Scheme whose grid function has this argument"
+                    f"{option}={options[option]!r}; {advice}"
                 )
         shapes = [tuple(s) for s in segments if isinstance(s, (tuple, list))]
         reference = scheme.reference if reference is None else reference

@@ -63,12 +63,11 @@ def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
         part.unlink(missing_ok=True)
 
 
-@contextmanager
-def claim(out: Path) -> Iterator[None]:
-    """Lock a folder while this program writes to it, and delete incomplete files that killed programs left behind.
+def make_folder(out: Path) -> None:
+    """Create the folder of --out if it is missing, and check that files can be written to it.
 
     Raises:
-        typer.BadParameter: if the folder can't be written, or another program has locked it.
+        typer.BadParameter: if the folder can't be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -76,6 +75,16 @@ def claim(out: Path) -> Iterator[None]:
             pass
     except OSError as error:
         raise typer.BadParameter(f"--out {out} can't be written ({error.strerror}); choose another folder") from error
+
+
+@contextmanager
+def claim(out: Path) -> Iterator[None]:
+    """Lock a folder while this program writes to it, and delete incomplete files that killed programs left behind.
+
+    Raises:
+        typer.BadParameter: if the folder can't be written, or another program has locked it.
+    """
+    make_folder(out)
     with ExitStack() as stack:
         if fcntl is not None:  # not available on Windows
             handle = os.open(out, os.O_RDONLY)

@@ -39,7 +39,7 @@ from lrpe_md.picture.data import NO_ORDER, Subject
 from lrpe_md.picture.figure import View, choose_panels, draw, draw_comparison, make_view
 from lrpe_md.presets import Axial, Dense, Preset
 
-from ..common.folder import unused_path
+from ..common.folder import make_folder, unused_path
 from ..common.options import SEEDS, choose, group_options, in_shell_terms
 from ..common.plots import plt, save
 
@@ -266,7 +266,7 @@ def main(
     grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
     panels = _check_panels(panel or (), views, compare)
-    _make_folder(out)
+    _make_output_folder(out)
     if compare:
         save_figure(draw_comparison(views, panels, width), unused_path(out / f"comparison.{format}"), dpi, dark)
         return
@@ -289,10 +289,10 @@ def _check_panels(panels: Sequence[str], views: list[View], compare: bool) -> li
     return found
 
 
-def _make_folder(out: Path) -> None:
+def _make_output_folder(out: Path) -> None:
     if out.suffix[1:] in FORMATS or out.is_file():
         raise typer.BadParameter(f"--out: expected a folder, got {out}; each figure is named after its encoding")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
 
 
 def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, Any]) -> list[Subject]:

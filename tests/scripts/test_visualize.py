@@ -293,7 +293,7 @@ def test_text_before_a_grid_is_not_rotated_by_a_module():
         image = axis.images[0].get_array()
         assert image[0, 0] == 0
         assert image.mask[0, 1:].all()
-    with pytest.raises(ValueError, match=r'draw wan without text=, or pass a Scheme with tokens=Tokens\(0, "skip"\)'):
+    with pytest.raises(ValueError, match=r"draw wan without text=, or .*: dataclasses\.replace\(preset\(\.\.\.\)\."):
         lrpe_md.show("wan", text=1)
 
 
@@ -316,6 +316,9 @@ def test_figures_need_a_folder(tmp_path: Path):
         assert result.exit_code == 2
         assert "--out: expected a folder, got" in result.output
     assert not (tmp_path / "wan.png").exists()
+    result = run("-p", "wan", "--shape", "2x2", "--out", str(tmp_path / "file" / "figures"))
+    assert result.exit_code == 2
+    assert "can't be written (Not a directory); choose another folder" in result.output
 
 
 def test_show_takes_the_options_of_the_command():
@@ -915,6 +918,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "."], "expected a name or a file, got a folder, '.'; to plot a trained run, call lrpe_md.show(load_run("),
     (["-p", "rotate"], "--preset: 'rotate' is not a preset; to plot it, pass --frequencies axial"),
     (["wan"], "unexpected extra argument(s) (wan); to plot it, try: -p wan"),
+    (["-p", "eva02", "--shape", "14", "20"], "(20); join the sizes of a shape or token with x, as in --shape 14x20"),
     (["-p", "eva02", "--shape", "1x1"], "expected a grid on which eva02 rotates at least one channel, got 1x1"),
 ])  # fmt: skip
 def test_invalid_arguments(arguments: list[str], message: str, tmp_path: Path):

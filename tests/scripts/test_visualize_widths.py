@@ -204,6 +204,10 @@ def test_invalid_widths_and_panels():
         ),
         ({"dpi": 300}, TypeError, r"dpi: expected figure.savefig\(file, dpi=...\) instead of dpi, got 300"),
         ({"panel": ["angles"]}, TypeError, r"panel: expected panels= instead of panel, got \['angles'\]"),
+        ({"format": "pdf"}, TypeError, "format: expected the suffix of path= instead of format, got 'pdf'"),
+        ({"map": "cosine"}, TypeError, "map: expected an encoding with this map, such as CosineMd"),
+        ({"axis_order": "minor_first"}, TypeError, "axis_order: expected an encoding with this order, such as Ro"),
+        ({"base": 9.0}, TypeError, r"pass it to preset\(\) instead, as in preset\(\.\.\., base=9\.0\)"),
     ):
         with pytest.raises(error, match=message):
             lrpe_md.show("eva02", (4, 6), **options)  # pyright: ignore[reportArgumentType]

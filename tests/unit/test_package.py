@@ -316,6 +316,13 @@ print(rotate, show, adapt_rotary, lrpe_rotate_md)
     assert "function rotate" in run(code)
 
 
+@pytest.mark.slow
+def test_a_star_import_in_a_module_of_the_console_command():
+    code = "import sys; sys.argv[0] = 'lrpe-md'; import lrpe_md; assert 'lrpe_md.names' not in sys.modules\n"
+    names = run(code + "from lrpe_md import *\nprint(Scheme.__name__); print(*lrpe_md.__all__)").splitlines()
+    assert names == ["Scheme", " ".join(lrpe_md.__all__)]
+
+
 def _extras(names):
     """Return the distributions of these extras, including those of extras that they refer to."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")  # Python 3.10 has no tomllib

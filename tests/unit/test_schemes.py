@@ -392,6 +392,8 @@ def test_positions_that_a_scheme_does_not_support():
     assert skip.positions(1, (3, 4)) == Grid((3, 4), prefix=1)
     with pytest.raises(TypeError, match=r"fps: .* grids, got fps=3; leave out fps, or use a Scheme whose"):
         module.positions((3, 4), fps=3)
+    with pytest.raises(TypeError, match=r"base=9\.0; pass it to preset\(\) instead, as in preset\(\.\.\., base=9"):
+        module.positions((3, 4), base=9.0)
 
 
 def test_errors_of_a_grid_function_are_not_blamed_on_the_shape():
