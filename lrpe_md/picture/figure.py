@@ -181,6 +181,7 @@ def choose_panels(views: Sequence[View], names: Sequence[str], is_comparison: bo
     for name in names:
         if name not in known:
             what = "a comparison" if is_comparison else views[0].subject.preset.name
+            what += " of sequences" if is_comparison and "slices" in missing else ""
             raise ValueError(f"panels: expected one or more of {', '.join(known)} for {what}, got {name!r}")
     return [name for name in known if not names or name in names]
 
@@ -210,7 +211,8 @@ def draw_comparison(views: Sequence[View], names: Sequence[str] = (), width: flo
         figure = Figure(figsize=(width, 4.0))
         # Slices share the scale of the maps, if there are any.
         lowest = lowest_similarity(views, 1) if "similarity" in panels else _lowest_slice(views)
-        rows = [_draw_compared(figure, view, panels, lowest) for view in views]
+        is_same_size = len({view.subject.preset.head_dim for view in views}) == 1
+        rows = [_draw_compared(figure, view, panels, lowest, is_same_size) for view in views]
         if "wavelengths" in panels:
             limits = [limit for row in rows for limit in row[-1].axis.get_ylim()]
             for row in rows:
@@ -233,11 +235,12 @@ def draw_comparison(views: Sequence[View], names: Sequence[str] = (), width: flo
         return figure
 
 
-def _draw_compared(figure: Figure, view: View, panels: Sequence[str], lowest: float) -> list[Panel]:
-    """Draw a view of a comparison, with its name above the first panel."""
+def _draw_compared(figure: Figure, view: View, panels: Sequence[str], lowest: float, is_same_size: bool) -> list[Panel]:
+    """Draw a view of a comparison, with its name above the first panel, and its head_dim unless all are the same."""
     made, scores = [], view.scores[:1]
     if "similarity" in panels:
-        details = [_variant_name(view, scores[0][0]), *_conditions(view)]
+        size = [] if is_same_size else [f"head_dim {view.subject.preset.head_dim}"]
+        details = [_variant_name(view, scores[0][0]), *size, *_conditions(view)]
         title = " ".join(part.replace(" ", "\xa0") + "," for part in details).removesuffix(",")
         if len(view.layout.shape) == 1:
             made.append(replace(_similarity_lines(figure, view, lowest, scores), title=title, handles=()))

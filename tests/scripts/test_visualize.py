@@ -131,10 +131,10 @@ def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
     figure = lrpe_md.show(names, token=None, maps=2)
     assert len(similarity_limits(figure)) == 1
     titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
-    assert [title for title in titles if title.startswith("$")] == [
-        "$\\mathbf{wan}$\nrotate, either axis order (published), grid 9×18×28",
-        "$\\mathbf{dinov3}$\nrotate, either axis order (published), grid 18×28",
-        "$\\mathbf{pope}$\ncosine (published), tokens 64, phase set to 0",
+    assert [title.replace(",\n", ", ") for title in titles if title.startswith("$")] == [
+        "$\\mathbf{wan}$\nrotate, either axis order (published), head_dim 128, grid 9×18×28",
+        "$\\mathbf{dinov3}$\nrotate, either axis order (published), head_dim 64, grid 18×28",
+        "$\\mathbf{pope}$\ncosine (published), head_dim 64, tokens 64, phase set to 0",
     ]
     assert titles.count("wavelengths and the grid") == 3
     alone = lrpe_md.show("dinov3")
@@ -192,6 +192,15 @@ def test_compared_wavelengths_share_a_scale():
     [one], [other], both = limits("eva02"), limits("rope_vit_axial"), limits("eva02", "rope_vit_axial")
     assert one != other
     assert both[0] == both[1] == (min(one[0], other[0]), pytest.approx(max(one[1], other[1]), rel=0.2))
+
+
+def test_a_comparison_states_the_head_dim_only_if_rows_differ():
+    def titles(**options: Any) -> str:
+        return "\n".join(axis.get_title() for axis in lrpe_md.show(["rope_1d", "pope"], **options).axes)
+
+    assert "head_dim 128" in titles()
+    assert "head_dim 64" in titles()
+    assert "head_dim" not in titles(head_dim=64)
 
 
 def test_a_comparison_of_sequences_has_no_slices():

@@ -215,7 +215,7 @@ def test_invalid_widths_and_panels():
         ("pope", "slices", "angles, similarity, variants, wavelengths for pope"),
         (lrpe_md.RotateMd(16, 2), "variants", "angles, similarity, slices, wavelengths for RotateMd"),
         (["eva02", "wan"], "angles", "similarity, slices, wavelengths for a comparison"),
-        (["rope_1d", "pope"], "slices", "similarity, wavelengths for a comparison"),
+        (["rope_1d", "pope"], "slices", "similarity, wavelengths for a comparison of sequences"),
     ):
         with pytest.raises(ValueError, match=f"panels: expected one or more of {known}, got '{name}'"):
             lrpe_md.show(scheme, panels=[name])
