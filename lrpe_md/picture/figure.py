@@ -348,8 +348,13 @@ def _similarity_lines(figure: Figure, view: View, lowest: float, scores: Sequenc
         handles += axis.plot(values[layout.text :].tolist(), label=_variant_name(view, names), **one)
         axis.plot(range(-before, -before + layout.text), values[: layout.text].tolist(), marker=".", **one)
     axis.axvline(view.token[0], color="black", lw=0.8, ls=":")
-    axis.set(xlabel=_token_label(view), ylabel="similarity", ylim=(1.05 * lowest - 0.05, 1.05 - 0.05 * lowest))
+    _scale_similarity(axis, lowest, _token_label(view))
     return Panel(axis, f"similarity to token {view.token[0]} (dotted)", handles=handles)
+
+
+def _scale_similarity(axis: Any, lowest: float, label: str) -> None:
+    """Set the labels of a plot of similarity, and its scale from ``lowest`` to 1 with a margin of 5%."""
+    axis.set(xlabel=label, ylabel="similarity", ylim=(1.05 * lowest - 0.05, 1.05 - 0.05 * lowest))
 
 
 def _angle_bar(figure: Figure, panels: Sequence[Panel]) -> Any:
@@ -421,11 +426,7 @@ def _slices(figure: Figure, view: View, lowest: float) -> Panel:
             handles += axis.plot(distance.tolist(), values.tolist(), label=f"along {name}", **line)
     axis.axvline(0, color="black", lw=0.6, ls=":")
     axis.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
-    axis.set(
-        xlabel="distance from the marked token, tokens",
-        ylabel="similarity",
-        ylim=(1.05 * lowest - 0.05, 1.05 - 0.05 * lowest),
-    )
+    _scale_similarity(axis, lowest, "distance from the marked token, tokens")
     return Panel(axis, f"slices at the marked token, {view.default_variant[0]}", handles=handles)
 
 
