@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
@@ -23,10 +24,6 @@ from .encodings import Rotate1d
 __all__ = ["HeadDecay", "LinearAttention", "Memory", "attend_with"]
 
 DecayName = Literal["retnet", "lightning"]
-OPTIONS = {  # of LinearAttention, by when they are passed
-    "build": ("encoding", "normalizer", "eps", "decay", "rule", "directions"),
-    "call": ("positions", "gate", "is_causal", "block", "cu_seqlens", "state", "return_state", "decay", "norm"),
-}
 
 
 class HeadDecay(PreciseModule):
@@ -254,8 +251,11 @@ class LinearAttention(nn.Module):
 
 def _explain_misplaced_keyword(name: str, when: str, otherwise: str) -> str:
     """Return an error message for a keyword argument that :class:`LinearAttention` doesn't accept at this time."""
-    elsewhere = find_similar(name, OPTIONS[otherwise])
-    advice = suggest(name, OPTIONS[when])
+    options = {
+        time: [each for each in inspect.signature(method).parameters if each not in ("self", "q", "k", "v", "unknown")]
+        for time, method in {"build": LinearAttention.__init__, "call": LinearAttention.forward}.items()
+    }
+    elsewhere, advice = find_similar(name, options[otherwise]), suggest(name, options[when])
     if not advice and elsewhere is not None:
         advice = f"; pass {elsewhere} when you {otherwise} it"
     return f"{name}: LinearAttention doesn't accept this argument when you {when} it{advice}"
