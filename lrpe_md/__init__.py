@@ -40,16 +40,21 @@ _LAZY = {
     **dict.fromkeys(_DOCUMENT, ".document"),
 }
 _EAGER = {name for name, value in globals().items() if str(getattr(value, "__module__", "")).startswith(__name__)}
-# adapt is left out, so a star import does not need timm. In the console command, __getattr__ returns the list.
-if not _IS_COMMAND:
-    __all__ = sorted({name for name in {*_EAGER, *_LAZY} if not name.startswith("_")} - {"adapt"})  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def _list_public(names: Any) -> list[str]:
+    """Return the names for a star import, without adapt, which would need timm."""
+    return sorted({name for name in {*names, *_LAZY} if not name.startswith("_")} - {"adapt"})
+
+
+if not _IS_COMMAND:  # otherwise, __getattr__ returns the list
+    __all__ = _list_public(_EAGER)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     """Import a lazily loaded name when it is first used."""
     if _IS_COMMAND and name == "__all__":
-        names = vars(importlib.import_module(".names", __name__))
-        return sorted({*(each for each in names if not each.startswith("_")), *_LAZY} - {"adapt"})
+        return _list_public(vars(importlib.import_module(".names", __name__)))
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     if _IS_COMMAND and not name.startswith("_"):
