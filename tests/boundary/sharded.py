@@ -53,6 +53,7 @@ def run(rank: int, world_size: int, backend: str, impl: str, folder: str) -> Non
                 failed += f"--- {name}, rank {rank}\n{traceback.format_exc()}\n"
     with open(f"{folder}/failed{rank}", "w") as file:
         file.write(failed)
+    dist.barrier()  # Gloo can abort a process that exits right after a collective.
     dist.destroy_process_group()
 
 

@@ -50,6 +50,7 @@ def run(rank: int, folder: str) -> None:
             failed += f"--- {name}, {kind.__name__}, rank {rank}\n{traceback.format_exc()}\n"
     with open(f"{folder}/failed{rank}", "w") as file:
         file.write(failed)
+    dist.barrier()  # Gloo can abort a process that exits right after a collective.
     dist.destroy_process_group()
 
 
