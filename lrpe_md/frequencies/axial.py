@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import as_integer, check_at_least, check_dense, check_one_of, show_value
+from ..checks import as_integer, check_at_least, check_dense, check_one_of, join_names, show_value
 
 __all__ = [
     "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "check_split", "cut_blocks",
@@ -168,8 +168,8 @@ def warn_of_idle_axes(
     if idle:
         warnings.warn(
             f"head_dim: expected channels for each of the {len(widths)} axes, got {tuple(widths)}: positions on "
-            f"{'axis' if len(idle) == 1 else 'axes'} {' and '.join(idle)} have no effect. Use a larger head_dim or "
-            f"fewer axes, or choose each axis's share with {remedy}",
+            f"{'axis' if len(idle) == 1 else 'axes'} {join_names(idle, 'and')} have no effect. Use a larger head_dim "
+            f"or fewer axes, or choose each axis's share with {remedy}",
             stacklevel=stacklevel,
         )
 

@@ -222,7 +222,7 @@ def _call(name: str, function: Callable[..., Tensor], args: dict[str, Any], shap
         )
     check_precise(name, found.dtype)
     if found.shape not in shapes:
-        expected = " or ".join(map(str, dict.fromkeys(shapes)))
+        expected = join_names(map(str, dict.fromkeys(shapes)), "or")
         raise ValueError(
             f"{name}: expected a function that returns a tensor of shape {expected}, got {tuple(found.shape)}"
         )
