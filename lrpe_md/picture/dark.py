@@ -24,6 +24,8 @@ def darken(figure: Figure) -> None:
     backgrounds += [each.get_frame() for each in figure.findobj() if isinstance(each, Legend)]
     for patch in backgrounds:
         patch.set_facecolor(colors.to_rgba(DARK_PAGE, patch.get_alpha()))
+    for axis in figure.axes:
+        axis.tick_params(which="both", colors=DARK_TEXT)  # includes hidden ticks, which findobj leaves out
     for each in figure.findobj():
         if isinstance(each, Text):
             each.set_color(_lighten(each.get_color()))

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 MARGIN = 0.07  # between texts, and at the edges of the figure
 GAP = 0.12  # between rows
 BAR = 0.13  # width of a colour bar
-PLOT_HEIGHT = 1.5
+PLOT_HEIGHT = 1.5 + 1e-6  # at exactly 1.5, rounding errors decide how many ticks of 9 points matplotlib draws
 MIN_HEIGHT = 0.5  # of the box of a map
 TITLE_WIDTH = 1.8  # space for the title of a tall map
 SLACK = 1.06  # at other resolutions, text is up to 6% wider
@@ -45,6 +45,11 @@ class Panel:
     refine: Callable[[float, float], None] = lambda width, height: None
     box: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
     margins: Sequence[float] = (0.4, 0.0, 0.0, 0.0)  # before the first measurement
+
+    @property
+    def kind(self) -> int | str:
+        """Return a key that plots with the same x label share, so that their texts break into the same lines."""
+        return id(self) if self.aspect else " ".join(self.axis.get_xlabel().split())
 
     def find_height(self) -> float:
         """Return the height that the panel needs for its width."""
@@ -101,10 +106,14 @@ class Block:
         if self.bar:
             self.bar_start = ends[place] + after[place] + MARGIN + left
             highs[place], lows[place] = self.bar_start - left, self.bar_start + BAR + right
+        spaces: dict[int | str, float] = {}
         for panel, i, j in spans:
             panel.box[0], panel.box[2] = starts[i], ends[j + 1] - starts[i]
             centre = starts[i] + panel.box[2] / 2
-            panel.fit_text(2 * min(centre - lows[i], highs[j + 1] - centre) - MARGIN)
+            space = 2 * min(centre - lows[i], highs[j + 1] - centre) - MARGIN
+            spaces[panel.kind] = min(space, spaces.get(panel.kind, width))
+        for panel, *_ in spans:
+            panel.fit_text(spaces[panel.kind])
 
     def set_rows(self, top: float) -> float:
         """Set the vertical positions from this top down, and return the top of what follows."""

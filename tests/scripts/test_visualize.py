@@ -14,6 +14,8 @@ from lrpe_md.scripts.visualize import pictures as visualize
 from lrpe_md.scripts.visualize.app import app
 from matplotlib import mathtext
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from parametrizing import slow_except
 from torch import Tensor
 from typer.testing import CliRunner
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 import lrpe_md
 from lrpe_md import Scheme, cosine, list_presets, preset, rotate
 from lrpe_md.picture import data
+from lrpe_md.picture.dark import DARK_TEXT, darken
 from lrpe_md.presets import Axial
 from lrpe_md.presets.registry import SCHEMES, Dense
 
@@ -223,6 +226,30 @@ def test_the_band_of_aliased_wavelengths_is_dark_on_a_dark_page():
     axis = lrpe_md.show(["cogview4"], (14, 14), dark=True).axes[2]
     [band] = axis.patches
     assert band.get_alpha() == 0.2
+
+
+def test_ticks_that_appear_later_are_light_on_a_dark_page():
+    figure = Figure()
+    axis = figure.add_subplot()
+    for count in (9, 2):  # matplotlib keeps the other seven ticks, and draws them again later
+        axis.set_yticks(range(count))
+        axis.get_yticklabels()
+    darken(figure)
+    axis.set_yticks(range(9))
+    assert {to_hex(label.get_color()) for label in axis.get_yticklabels()} == {DARK_TEXT}
+    assert {to_hex(line.get_color()) for line in axis.get_yticklines()} == {DARK_TEXT}
+
+
+def test_rows_of_a_comparison_have_the_same_ticks():
+    figure = lrpe_md.show(["wan", "cogvideox", "hunyuan_video"], (5, 12, 20), head_dim=64)
+    ticks = [axis.get_yticks().tolist() for axis in figure.axes if axis.get_title().startswith("slices")]
+    assert len(ticks) == 3
+    assert ticks[0] == ticks[1] == ticks[2]
+
+
+def test_labels_of_plots_side_by_side_break_into_the_same_lines():
+    figure = lrpe_md.show(["dinov3", "rope_vit_mixed"], (18, 28), panels=["slices"], width=5.5)
+    assert [axis.get_xlabel() for axis in figure.axes] == ["distance from the\nmarked token, tokens"] * 2
 
 
 def test_a_comparison_names_the_head():
