@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -185,8 +185,8 @@ def _blocks(num_axes: int, order: str, channels: int, heads: int, base: float, g
 PRESET: Any = typer.Option(
     "--preset",
     "-p",
-    help="Preset to plot: a name, 'all', the name of your own scheme (with --import MODULE), or a JSON file of a "
-    "scheme; repeatable.",
+    help="Preset to plot: a name, the name of your own scheme (with --import MODULE), a JSON file of a scheme, or "
+    "'all' (all that fit the other options); repeatable.",
 )
 PANEL: Any = typer.Option(
     help=f"Panel to draw: {', '.join(data.PANELS)}; repeatable. The variants are the similarity for the other map and "
@@ -258,14 +258,28 @@ def main(
     if bool(preset) == bool(frequencies):
         raise typer.BadParameter("expected either --preset or --frequencies (--preset all plots every preset)")
     sizes: Any = {"head_dim": head_dim, "num_heads": heads, "base": base, "seed": seed}
+    panels = choose("--panel", panel or (), data.PANELS)
     if preset:
         subjects = _find_subjects(preset, {"--map": map, "--axis-order": axis_order}, sizes)
     else:
         num_axes = 2 if shape is None else len(numbers("--shape", shape, least=1))
-        subjects = [_make_subject(frequencies or "", num_axes, map, axis_order, sizes)]
+        subjects = {"": partial(_make_subject, frequencies or "", num_axes, map, axis_order, sizes)}
     grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
-    views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
-    panels = _check_panels(panel or (), views, compare)
+    views, skipped = [], {}
+    for name, build_subject in subjects.items():
+        try:
+            view = build_view(build_subject(), **grid, head=head, channels=channel or (), maps=maps)
+            if not compare:
+                _check_panels(panels, [view])
+            views.append(view)
+        except typer.BadParameter as error:
+            if preset != ["all"] or len(skipped) == len(subjects) - 1:
+                raise
+            skipped[name] = error.message
+    for name, message in skipped.items():
+        typer.echo(f"Skipped {name}: {message}", err=True)
+    if compare:
+        _check_panels(panels, views, compare)
     _make_output_folder(out)
     if compare:
         save_figure(draw_comparison(views, panels, width), unused_path(out / f"comparison.{format}"), dpi, dark)
@@ -275,18 +289,15 @@ def main(
         save_figure(draw(view, panels, width), path, dpi, dark)
 
 
-def _check_panels(panels: Sequence[str], views: list[View], compare: bool) -> list[str]:
-    """Return the names of --panel, and check that these views have the panels and that --compare has several views."""
+def _check_panels(panels: Sequence[str], views: list[View], compare: bool = False) -> None:
+    """Check that the figure has these panels, and that --compare has several views."""
     if compare and len(views) < 2:
         raise typer.BadParameter(
             "--compare: expected several presets, got one; pass --preset for each, or leave out --compare. To compare "
             "other encodings, such as several bases, pass a dict to lrpe_md.show in Python"
         )
-    found = choose("--panel", panels, data.PANELS)
     with _name_option("--panel"):
-        for each in [views] if compare else [[view] for view in views]:
-            choose_panels(each, found, is_comparison=compare)
-    return found
+        choose_panels(views, panels, is_comparison=compare)
 
 
 def _make_output_folder(out: Path) -> None:
@@ -295,8 +306,10 @@ def _make_output_folder(out: Path) -> None:
     make_folder(out)
 
 
-def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, Any]) -> list[Subject]:
-    """Return the subjects of --preset, and check that all options in ``unused`` are None."""
+def _find_subjects(
+    preset: list[str], unused: dict[str, Any], sizes: dict[str, Any]
+) -> dict[str, Callable[[], Subject]]:
+    """Return functions that build the subjects of --preset, and check that all options in ``unused`` are None."""
     for option, value in unused.items():
         if value is not None:
             raise typer.BadParameter(
@@ -304,8 +317,8 @@ def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, A
                 "map and axis order, and its figure also shows the alternatives"
             )
     schemes = _find_schemes(list_presets() if preset == ["all"] else preset)
-    with _name_option("--preset"):
-        return [data.published(scheme, name=name, **sizes) for name, scheme in schemes.items()]
+    build = _name_option("--preset")(data.published)
+    return {name: partial(build, scheme, name=name, **sizes) for name, scheme in schemes.items()}
 
 
 def _make_subject(

@@ -788,6 +788,29 @@ def test_one_picture_per_preset(arguments: list[str], names: list[str] | None, t
     assert all(path.stat().st_size > 1000 for path in (tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize(("arguments", "skipped"), [
+    (["--shape", "4x6"], {"pope"}), (["--panel", "slices"], {"pope"}), (["--text", "2", "--panel", "angles"], {"wan"}),
+    (["--head-dim", "6", "--panel", "angles"], {"dinov3"}),
+])  # fmt: skip
+def test_all_skips_presets_that_do_not_fit(arguments, skipped, tmp_path: Path, monkeypatch):
+    presets = {"pope", "dinov3", "wan"}
+    monkeypatch.setattr(visualize, "list_presets", lambda: sorted(presets))
+    result = run("-p", "all", *arguments, "--out", str(tmp_path), "--dpi", "20")
+    assert result.exit_code == 0, result.output
+    assert {path.stem for path in tmp_path.iterdir()} == presets - skipped
+    assert set(re.findall(r"^Skipped (\w+): --", result.stderr, re.M)) == skipped
+
+
+@pytest.mark.parametrize("arguments", [["--panel", "slice"], ["--shape", "0x3"], ["--token", "100"]])
+def test_all_without_a_preset_that_fits(arguments, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(visualize, "list_presets", lambda: ["dinov3", "wan"])
+    result = run("-p", "all", *arguments, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert arguments[0] in result.stderr
+    assert "Skipped" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_earlier_pictures_are_kept(tmp_path: Path):
     for name in ("pope", "pope-2"):
