@@ -265,19 +265,8 @@ def main(
         num_axes = 2 if shape is None else len(numbers("--shape", shape, least=1))
         subjects = {"": partial(_make_subject, frequencies or "", num_axes, map, axis_order, sizes)}
     grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
-    views, skipped = [], {}
-    for name, build_subject in subjects.items():
-        try:
-            view = build_view(build_subject(), **grid, head=head, channels=channel or (), maps=maps)
-            if not compare:
-                _check_panels(panels, [view])
-            views.append(view)
-        except typer.BadParameter as error:
-            if preset != ["all"] or len(skipped) == len(subjects) - 1:
-                raise
-            skipped[name] = error.message
-    for name, message in skipped.items():
-        typer.echo(f"Skipped {name}: {message}", err=True)
+    build = partial(build_view, **grid, head=head, channels=channel or (), maps=maps)
+    views = _build_views(subjects, build, () if compare else panels, preset == ["all"])
     if compare:
         _check_panels(panels, views, compare)
     _make_output_folder(out)
@@ -287,6 +276,25 @@ def main(
     for view in views:
         path = unused_path(out / f"{view.subject.preset.name}.{format}")
         save_figure(draw(view, panels, width), path, dpi, dark)
+
+
+def _build_views(
+    subjects: dict[str, Callable[[], Subject]], build: Callable[[Subject], View], panels: Sequence[str], skip: bool
+) -> list[View]:
+    """Build the views of the subjects, and check that they have these panels. With ``skip``, leave out invalid ones."""
+    views, skipped = [], {}
+    for name, find in subjects.items():
+        try:
+            view = build(find())
+            _check_panels(panels, [view])
+            views.append(view)
+        except typer.BadParameter as error:
+            if not skip or len(skipped) == len(subjects) - 1:
+                raise
+            skipped[name] = error.message
+    for name, message in skipped.items():
+        typer.echo(f"Skipped {name}: {message}", err=True)
+    return views
 
 
 def _check_panels(panels: Sequence[str], views: list[View], compare: bool = False) -> None:
