@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,9 @@ _MOST_ANSWERS = 6  # give up on a kind of arguments after this many results that
 _OWN_TABLES = "if it computes its own tables from positions, use recognise()"
 _OTHERWISE = "is a rotation for some sizes and values of its arguments, but not for others"
 
+_probes = threading.local()  # has the attribute ``is_running`` in threads that quietly() started
+_lock = threading.Lock()  # quietly() changes settings of the whole process
+
 Shapes = tuple[list[Any], list[Any]]  # shape of each x without channels, and of each leaf
 Tensors = tuple[list[Tensor], list[Tensor]]
 
@@ -58,10 +62,12 @@ Tensors = tuple[list[Tensor], list[Tensor]]
 def quietly(function: Callable[[], Any]) -> Any:
     """Call a function in a separate thread, without the caller's autocast, modes, transforms or compiler.
 
-    During the call, the default dtype is float32. The random state is preserved.
+    During the call, the default dtype is float32. The random state is preserved. Calls from several threads wait for
+    each other, because each one has to restore the settings that it found.
     """
 
     def body() -> Any:
+        _probes.is_running = True
         dtype, state = torch.get_default_dtype(), torch.get_rng_state()
         is_compiling = "torch._dynamo" in sys.modules  # skip the slow import if the compiler is not in use
         try:
@@ -74,7 +80,8 @@ def quietly(function: Callable[[], Any]) -> Any:
             torch.set_default_dtype(dtype)
             torch.set_rng_state(state)
 
-    with ThreadPoolExecutor(1) as thread:
+    is_nested = getattr(_probes, "is_running", False)  # the outer call holds the lock
+    with nullcontext() if is_nested else _lock, ThreadPoolExecutor(1) as thread:
         return thread.submit(body).result()
 
 
