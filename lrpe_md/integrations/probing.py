@@ -500,7 +500,10 @@ def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
     if not compare(probe, plan, probe.inputs(shapes, 2)):
         raise Unlike(5, _OTHERWISE)
     plan = plan._replace(required_sizes=find_required_sizes(probe, plan, layout))
-    followed = {axis for run in (*turns[0].cos[0], *turns[0].sin[0]) for _, at in run.follows for axis in at.axes}
+    follows = [at for run in (*turns[0].cos[0], *turns[0].sin[0]) for _, at in run.follows]
+    followed, positions = {axis for at in follows for axis in at.axes}, {at.positions for at in follows}
+    xs, leaves = probe.inputs(shapes, 2)  # positions from 0 to 4, which are clamped by some functions if negative
+    compare(probe, plan, (xs, [t - 5 if i in positions else t for i, t in enumerate(leaves)]))
     free = {1, 2} - {*followed, layout.token} if len(turns) > 1 and len(axes) == 3 else ()
     others = [layout.shapes(other) for other in _OTHERS[len(axes)]]
     for other in (*others, *[layout.shapes(axes, more_heads=axis) for axis in free]):

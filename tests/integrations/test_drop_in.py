@@ -565,6 +565,24 @@ def test_functions_for_gpus_alone_are_probed_there(monkeypatch, launches):
         drop_in(own_angles)
 
 
+def clamp_positions(q, k, cos, sin, position_ids):
+    """Give padding tokens, whose position is -1, the first row."""
+    return rf.with_position_ids(q, k, cos, sin, position_ids.clamp(min=0))
+
+
+def test_negative_positions(launches):
+    q, k, cos, sin = (torch.randn(*s) for s in ((2, 4, 6, 8), (2, 2, 6, 8), (9, 8), (9, 8)))
+    positions = torch.tensor([[-1, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
+    check_equal(rf.with_position_ids, drop_in(rf.with_position_ids), (q, k, cos, sin, positions), {}, launches)
+    with pytest.raises(TypeError, match="got clamp_positions, which"):
+        drop_in(clamp_positions)
+
+
+def test_no_tokens_and_one_row(launches):
+    x, cos, sin = torch.randn(2, 4, 0, 8), torch.randn(1, 8), torch.randn(1, 8)
+    check_equal(rf.dinov3, drop_in(rf.dinov3), (x, sin, cos), {}, launches)
+
+
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 
