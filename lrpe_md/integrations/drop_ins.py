@@ -302,11 +302,12 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
         if torch.compiler.is_compiling():
             recipe = probed.resolve(values, xs, leaves)
         else:
-            if sizes not in recipes:
+            try:
+                recipe = recipes[sizes]
+            except KeyError:  # a single look-up, because another thread may clear the cache
                 if len(recipes) >= _MOST_RECIPES:
                     recipes.clear()
-                recipes[sizes] = probed.resolve(values, xs, leaves)
-            recipe = recipes[sizes]
+                recipe = recipes[sizes] = probed.resolve(values, xs, leaves)
         if recipe is None or not (recipe.plan.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
             return function(*args, **kwargs)
         out = run_prepared(recipe, xs, leaves, impl)

@@ -107,7 +107,7 @@ class _Side(NamedTuple):
 
     sizes: tuple[int, ...]
     kept: tuple[int, int] | None  # first row and number of rows to use if the tables have more rows than x has tokens
-    tokens: int  # number of tokens if the tables have a single row for all tokens, or else 0
+    tokens: int | None  # number of tokens if the tables have a single row for all tokens, or else None
     prefix: int
 
 
@@ -167,7 +167,7 @@ def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: 
         kept = ({"start": 0, "end": spare, "offset": offset}[turn.rows], num_tokens) if spare > 0 else None
         prefix = -spare if spare < 0 and turn.rows == "end" else 0
         viewed = tuple(1 if a < 0 else sizes[a] for a in turn.axes)
-        sides.append(_Side(viewed, kept, num_tokens if is_one_row and num_tokens != 1 else 0, prefix))
+        sides.append(_Side(viewed, kept, num_tokens if is_one_row and num_tokens != 1 else None, prefix))
     if plan.same_lengths and relations == plan.relations:
         lengths: dict[str, int] = {}  # compared without a set, which would make dynamic sizes constant
         for relation, side in zip(relations, sides, strict=True):
@@ -202,7 +202,7 @@ def run_prepared(recipe: PreparedCall, xs: list[Tensor], leaves: list[Tensor], i
             cos, sin = cos.to(wide).cos(), sin.to(wide).sin()
         if cos.shape != sin.shape:
             cos, sin = torch.broadcast_tensors(cos, sin)
-        if side.tokens:
+        if side.tokens is not None:
             shape = (*cos.shape[:-2], side.tokens, cos.shape[-1])
             cos, sin = cos.expand(shape), sin.expand(shape)
         ys = rotate(

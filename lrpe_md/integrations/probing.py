@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,9 @@ _MOST_ANSWERS = 6  # give up on a kind of arguments after this many results that
 _OWN_TABLES = "if it computes its own tables from positions, use recognise()"
 _OTHERWISE = "is a rotation for some sizes and values of its arguments, but not for others"
 
+_probes = threading.local()  # has the attribute ``is_running`` in threads that quietly() started
+_lock = threading.Lock()  # quietly() changes settings of the whole process
+
 Shapes = tuple[list[Any], list[Any]]  # shape of each x without channels, and of each leaf
 Tensors = tuple[list[Tensor], list[Tensor]]
 
@@ -58,10 +62,12 @@ Tensors = tuple[list[Tensor], list[Tensor]]
 def quietly(function: Callable[[], Any]) -> Any:
     """Call a function in a separate thread, without the caller's autocast, modes, transforms or compiler.
 
-    During the call, the default dtype is float32. The random state is preserved.
+    During the call, the default dtype is float32. The random state is preserved. Calls from several threads wait for
+    each other, because each one has to restore the settings that it found.
     """
 
     def body() -> Any:
+        _probes.is_running = True
         dtype, state = torch.get_default_dtype(), torch.get_rng_state()
         is_compiling = "torch._dynamo" in sys.modules  # skip the slow import if the compiler is not in use
         try:
@@ -74,7 +80,8 @@ def quietly(function: Callable[[], Any]) -> Any:
             torch.set_default_dtype(dtype)
             torch.set_rng_state(state)
 
-    with ThreadPoolExecutor(1) as thread:
+    is_nested = getattr(_probes, "is_running", False)  # the outer call holds the lock
+    with nullcontext() if is_nested else _lock, ThreadPoolExecutor(1) as thread:
         return thread.submit(body).result()
 
 
@@ -493,7 +500,10 @@ def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
     if not compare(probe, plan, probe.inputs(shapes, 2)):
         raise Unlike(5, _OTHERWISE)
     plan = plan._replace(required_sizes=find_required_sizes(probe, plan, layout))
-    followed = {axis for run in (*turns[0].cos[0], *turns[0].sin[0]) for _, at in run.follows for axis in at.axes}
+    follows = [at for run in (*turns[0].cos[0], *turns[0].sin[0]) for _, at in run.follows]
+    followed, positions = {axis for at in follows for axis in at.axes}, {at.positions for at in follows}
+    xs, leaves = probe.inputs(shapes, 2)  # positions from 0 to 4, which are clamped by some functions if negative
+    compare(probe, plan, (xs, [t - 5 if i in positions else t for i, t in enumerate(leaves)]))
     free = {1, 2} - {*followed, layout.token} if len(turns) > 1 and len(axes) == 3 else ()
     others = [layout.shapes(other) for other in _OTHERS[len(axes)]]
     for other in (*others, *[layout.shapes(axes, more_heads=axis) for axis in free]):

@@ -29,7 +29,7 @@ __all__ = ["adapt_rotary", "exchanged_names", "models_of", "parts", "restore_rot
 
 Model = TypeVar("Model")
 _ENTRIES = ("__call__", "forward")
-_SAVED = "_lrpe_attributes"  # key in an object's dict for the originals of replaced attributes
+_SAVED = "_lrpe_attributes"  # key in an object's dict for replaced attributes, as {name: (ours, original)}
 _ROTATES = re.compile(r"(apply|turn).*(rot|rope)|rotat|(rot|rope).*(apply|emb)", re.IGNORECASE)
 _SWITCH = re.compile(r"(use_)?(rope|rotary)(_(emb|pos)\w*)?")  # settings that turn RoPE off
 _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "tensor", "t", "hidden_states"}
@@ -126,7 +126,8 @@ def parts(model: Any) -> dict[str, Any]:
         prefix = f"{path}." if path else ""
         for name, value in vars(module).items():
             if type(value) not in callables:
-                callables[type(value)] = isinstance(copies.find_method(type(value), "__call__"), FunctionType)
+                is_callable = isinstance(copies.find_method(type(value), "__call__"), FunctionType)
+                callables[type(value)] = is_callable and hasattr(value, "__dict__")  # not tuples or classes with slots
             if callables[type(value)]:
                 found[f"{prefix}{name}"] = value
         waiting += [(f"{prefix}{name}", child) for name, child in module._modules.items()][::-1]
@@ -178,7 +179,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         for path, (cls, attributes) in changes.items():
             part = found[path]
             if attributes:
-                vars(part)[_SAVED] = {name: vars(part)[name] for name in attributes}
+                vars(part)[_SAVED] = {name: (ours, vars(part)[name]) for name, ours in attributes.items()}
                 vars(part).update(attributes)
             if cls is not type(part):
                 part.__class__ = cls
@@ -243,7 +244,10 @@ def _restore(found: dict[str, Any]) -> dict[str, Changes]:
             )
     changes = {path: values for path, part in adapted.items() if (values := detach(part)) is not None}
     for part in found.values():
-        vars(part).update(vars(part).pop(_SAVED, {}))
+        originals = dict(vars(part).pop(_SAVED, {}).values())
+        for name, value in vars(part).items():  # accelerate moves methods, and users set new functions
+            if isinstance(value, (MethodType, Exchanged)) and value in originals:
+                vars(part)[name] = originals[value]
     for part in adapted.values():
         copies.restore_class(part)
     return changes

@@ -102,6 +102,12 @@ class Formula(NamedTuple):
     def apply_changes(self, rope: Any, made: Any, *args: Any) -> Any:
         cos, sin = _split(made)
         change, gain = rope.rotation.difference(self.locate(rope, self.settings, *args), cos.device)
+        if _draws_positions(rope) and not torch.compiler.is_compiling() and change.any():
+            raise ValueError(
+                f"model: expected frequencies and places as trained while {type(rope).__name__} draws random positions "
+                "in training, got changed ones; call set_scaling(model, None) and set_places(model, axis, None), or "
+                "call model.eval()"
+            )
         wide = torch.promote_types(cos.dtype, torch.float32)
         by_cos, by_sin = (self.expand((t * gain).to(wide), cos) for t in (change.cos(), change.sin()))
         cos, sin = (cos * by_cos - sin * by_sin).to(cos.dtype), (sin * by_cos + cos * by_sin).to(sin.dtype)
@@ -115,6 +121,14 @@ _Found: TypeAlias = tuple[Formula, tuple[Any, ...]] | None
 def _split(made: Any) -> tuple[Tensor, Tensor]:
     cos, sin = reversed(made.chunk(2, -1)) if isinstance(made, Tensor) else made
     return cos, sin
+
+
+def _draws_positions(rope: Any) -> bool:
+    """Return whether DINOv3's module shifts, jitters or rescales its coordinates in this mode."""
+    config = getattr(rope, "config", None)
+    names = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+    draws = getattr(rope, "aug_active", False) or any(getattr(config, name, None) is not None for name in names)
+    return draws and getattr(rope, "training", False)
 
 
 def _axial(*series: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import sys
 import types
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -359,6 +360,75 @@ def test_ways_to_call_a_function(name):
     restore_rotary(model)
     assert attention.attribute is modeling_llama.apply_rotary_pos_emb
     assert torch.equal(differentiate(model)[0], expected[0])
+
+
+def turn_neighbours(q, k, cos, sin):
+    """Rotate neighbouring channels, as GLM does."""
+    half = cos.shape[-1] // 2
+    cos, sin = (t[:, None, :, :half].repeat_interleave(2, -1) for t in (cos, sin))
+    return tuple(x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin for x in (q, k))
+
+
+@pytest.mark.parametrize("again", [adapt_rotary, restore_rotary])
+def test_a_function_that_is_set_afterwards_stays(again):
+    model = tiny("Llama")
+    attention = attention_that_calls(WAYS["attribute"])(model.config, 0)
+    attention.attribute, model.layers[0].self_attn = modeling_llama.apply_rotary_pos_emb, attention
+    adapt_rotary(model)
+    attention.attribute = turn_neighbours
+    expected = differentiate(model)
+    assert_same(differentiate(again(model)), expected)
+    assert restore_rotary(model).layers[0].self_attn.attribute is turn_neighbours
+
+
+def test_a_method_that_is_set_afterwards_stays():
+    model = tiny("Llama")
+    attention = model.layers[0].self_attn
+    known = type(attention).forward
+    attention.forward = types.MethodType(lambda self, *args, **kwargs: known(self, *args, **kwargs), attention)
+    adapt_rotary(model)
+    attention.forward = types.MethodType(
+        lambda self, *args, **kwargs: (2 * known(self, *args, **kwargs)[0], None), attention
+    )
+    expected = differentiate(model)
+    assert_same(differentiate(adapt_rotary(model)), expected)
+
+
+def test_hooks_that_are_removed_after_adapting():
+    """accelerate moves the method back that adapt_rotary has replaced."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = tiny("Llama")
+    attention, expected = model.layers[0].self_attn, differentiate(model)
+    hooks.add_hook_to_module(attention, hooks.ModelHook())
+    adapt_rotary(model)
+    hooks.remove_hook_from_module(attention)
+    assert_same(differentiate(model), expected)
+    restore_rotary(model)
+    assert vars(attention)["forward"].__func__ is modeling_llama.LlamaAttention.forward
+    assert "_old_forward" not in vars(attention)
+
+
+class Scale(NamedTuple):
+    by: float
+
+    def __call__(self, x):
+        return self.by * x
+
+
+class ScaleSlots:
+    __slots__ = ("by",)
+    __init__, __call__ = (lambda self, by: setattr(self, "by", by)), Scale.__call__
+
+
+@pytest.mark.parametrize("kind", [Scale, ScaleSlots])
+def test_callable_attributes_without_a_dict(kind):
+    model = tiny("Llama")
+    mlp = model.layers[0].mlp
+    del mlp.act_fn  # a module
+    mlp.act_fn = kind(0.5)
+    expected = differentiate(model)
+    assert_same(differentiate(adapt_rotary(model)), expected)
+    assert is_adapted(model)
 
 
 def turn_rotary_wrongly(q, k, cos, sin, unsqueeze_dim=1):

@@ -3,6 +3,9 @@
 import copy
 import functools
 import inspect
+import threading
+import time
+import warnings
 
 import pytest
 import rotary_functions as rf
@@ -562,6 +565,24 @@ def test_functions_for_gpus_alone_are_probed_there(monkeypatch, launches):
         drop_in(own_angles)
 
 
+def clamp_positions(q, k, cos, sin, position_ids):
+    """Give padding tokens, whose position is -1, the first row."""
+    return rf.with_position_ids(q, k, cos, sin, position_ids.clamp(min=0))
+
+
+def test_negative_positions(launches):
+    q, k, cos, sin = (torch.randn(*s) for s in ((2, 4, 6, 8), (2, 2, 6, 8), (9, 8), (9, 8)))
+    positions = torch.tensor([[-1, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
+    check_equal(rf.with_position_ids, drop_in(rf.with_position_ids), (q, k, cos, sin, positions), {}, launches)
+    with pytest.raises(TypeError, match="got clamp_positions, which"):
+        drop_in(clamp_positions)
+
+
+def test_no_tokens_and_one_row(launches):
+    x, cos, sin = torch.randn(2, 4, 0, 8), torch.randn(1, 8), torch.randn(1, 8)
+    check_equal(rf.dinov3, drop_in(rf.dinov3), (x, sin, cos), {}, launches)
+
+
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 
@@ -634,6 +655,58 @@ def test_the_random_state_is_left(launches):
     drop_in(drawing)(X, COS, SIN)
     assert torch.equal(torch.get_rng_state(), state)
     assert launches
+
+
+def test_probes_in_two_threads_restore_the_settings():
+    """Without a lock, the second probe would start during the first one, and end after it."""
+    started, ended = threading.Event(), threading.Event()
+
+    def first(x, cos, sin, wait=False):
+        if wait:
+            started.wait(0.2)
+        return rf.dinov3(x, sin, cos)
+
+    def second(x, cos, sin, wait=False):
+        if wait:
+            started.set()
+            ended.wait(5)
+        return rf.dinov3(x, sin, cos)
+
+    def run(function, delay):
+        time.sleep(delay)
+        function(X, COS, SIN, wait=True)
+        ended.set()
+
+    default, filters = torch.get_default_dtype(), [*warnings.filters]
+    threads = [threading.Thread(target=run, args=(drop_in(f), i / 20)) for i, f in enumerate((first, second))]
+    torch.set_default_dtype(torch.float64)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.get_default_dtype() == torch.float64
+        assert warnings.filters == filters
+    finally:
+        torch.set_default_dtype(default)
+        warnings.filters[:] = filters
+
+
+def test_a_probe_inside_a_probe():
+    inner = drop_in(lambda x, cos, sin: rf.dinov3(x, sin, cos))
+    ours = drop_in(lambda q, k, cos, sin: (inner(q, cos, sin), inner(k, cos, sin)))
+    assert torch.equal(ours(X, X, COS, SIN)[1], inner(X, COS, SIN))
+
+
+def test_another_thread_may_clear_the_cache():
+    class Cleared(dict):
+        def __setitem__(self, key, value):
+            """Lose the value at once, as if another thread had cleared the cache."""
+
+    ours = drop_in(rf.hf_llama)
+    dict(zip(ours.__code__.co_freevars, ours.__closure__, strict=True))["recipes"].cell_contents = Cleared()
+    args = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    torch.testing.assert_close(ours(*args), rf.hf_llama(*args))
 
 
 # --- compilers ------------------------------------------------------------------------------------------------------

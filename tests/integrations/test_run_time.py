@@ -281,6 +281,32 @@ def test_models_of_other_libraries(name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("library", ["transformers", "timm"])
+def test_random_coordinates_in_training(library):
+    """We don't know the coordinates that DINOv3 draws, so changed frequencies would rotate by wrong angles."""
+    if library == "timm":
+        layers = pytest.importorskip("timm.layers")
+        rope = layers.RotaryEmbeddingDinoV3(16, rescale_coords=2.0)
+        call = lambda: rope.get_embed([3, 4])  # noqa: E731
+    else:
+        found = pytest.importorskip("transformers.models.dinov3_vit.modeling_dinov3_vit")
+        config = found.DINOv3ViTConfig(hidden_size=32, num_attention_heads=2, patch_size=16)
+        rope = found.DINOv3ViTRopePositionEmbedding(config)
+        call = lambda: rope(torch.zeros(1, 3, 48, 64))[0]  # noqa: E731
+    expected, scaling = rope.eval() and call(), partial(linear_scaling, factor=2.0)
+    set_scaling(rope, scaling)
+    assert (call() - expected).abs().max() > 1e-2
+    rope.train()
+    with pytest.raises(ValueError, match="draws random positions in training, got changed ones"):
+        call()
+    set_scaling(rope, None)
+    torch.manual_seed(0)
+    first = call()
+    torch.manual_seed(0)
+    assert torch.equal(restore_rotary(rope) and call(), first)
+
+
+@torch.no_grad()
 def test_tables_of_ones_own_are_refused():
     """The formula is compared with the tables before it is used."""
     model = wan()
