@@ -210,8 +210,8 @@ class Rotate1d(RotateMd):
     def set_frequencies(self, theta: Tensor, amplitude: float | Tensor = 1.0) -> None:
         """Replace the frequencies in place, for example to change the length scaling at run time.
 
-        Compiled code and captured CUDA graphs use the new values without recompiling. See
-        :func:`lrpe_md.rope_frequencies`.
+        This also undoes :meth:`adjust`. Compiled code and captured CUDA graphs use the new values without recompiling.
+        See :func:`lrpe_md.rope_frequencies`.
 
         Args:
             theta: new frequencies. The shape may differ from that of the original frequencies, but the number of heads
@@ -245,7 +245,7 @@ class Rotate1d(RotateMd):
                     f"theta: expected the shape of the learned frequencies, {shape}, got {tuple(theta.shape)}"
                 )
             self.load_state_dict({"omega": values.flatten()} if learned == "omega" else {"theta": values}, strict=False)
-        for name, value in (("omega", omega), ("amplitude", amplitude)):
+        for name, value in (("omega", omega), ("amplitude", amplitude), ("ratio", 1.0)):
             for own in (self._buffers.get(name), self._buffers.get(f"trained_{name}")):
                 if own is not None:
                     own.copy_(value) if isinstance(value, Tensor) else own.fill_(value)
@@ -321,9 +321,10 @@ class Rotate1d(RotateMd):
         if type(positions) is Packed:
             where = unpack_positions(positions, self.dim)
             return encode_packed(partial(self.forward, positions=where, norm=norm), xs, where.num_tokens)
-        q, k = super().forward(*xs, positions=positions, norm=norm)
+        places: Any = self.locate(positions)
+        q, k = super().forward(*xs, positions=places, norm=norm)
         return scale_xpos(
-            q, k, positions=positions, scale_base=self.scale_base, scale_centre=self.scale_centre, pairs=self.pairs,
+            q, k, positions=places, scale_base=self.scale_base, scale_centre=self.scale_centre, pairs=self.pairs,
             rotary_dim=self.rotary_dim,
         )  # fmt: skip
 

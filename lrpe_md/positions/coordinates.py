@@ -181,9 +181,9 @@ class Coordinates(Rules):
         if self.coords.ndim == 2:
             rotated = None if self.rotated is None else self.rotated[index]
             return replace(self, coords=self.coords[index], rotated=rotated)
-        index = index.expand(self.coords.shape[0], -1)
-        coords = self.coords.gather(1, index[..., None].expand(-1, -1, self.num_axes))
-        return replace(self, coords=coords, rotated=None if self.rotated is None else self.rotated.gather(1, index))
+        samples = torch.arange(self.coords.shape[0], device=index.device)[:, None]
+        rotated = None if self.rotated is None else self.rotated[samples, index]
+        return replace(self, coords=self.coords[samples, index], rotated=rotated)
 
     def explicit(self) -> Coordinates:
         """Give prefix and suffix tokens their own rows, marked as unrotated."""

@@ -193,7 +193,7 @@ def compose(
     parts = [Coordinates(torch.zeros(0, num_axes, dtype=dtype, device=device))]
     for i, (placed, count) in enumerate(zip(everywhere, lengths, strict=True)):
         if dtype == torch.float32:
-            check_reach(_reach(placed), f" in segment {i}")
+            check_reach(_reach(segments[i], placed), f" in segment {i}")
         first, last = max(start - before, 0), min(end - before, count)
         before += count
         if first < last:
@@ -337,8 +337,8 @@ def zigzag(
         raise ValueError(
             f"positions: expected the whole sequence, got a shard (start={positions.start}, length={positions.length})"
         )
-    length, rest = divmod(positions.num_tokens, 2 * num_ranks)
-    if rest:
+    length = positions.num_tokens // (2 * num_ranks)  # Dynamo doesn't support divmod of symbolic sizes
+    if positions.num_tokens % (2 * num_ranks):
         raise ValueError(
             f"positions: expected a number of tokens that is a multiple of 2 · {num_ranks}, got "
             f"{positions.num_tokens}; pad the sequence"
@@ -420,11 +420,14 @@ def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
     return [(shift, shift + scale * (n - 1)) for n, (scale, shift) in zip(grid.shape, rows, strict=True)]
 
 
-def _reach(segment: Tokens | Grid | Coordinates) -> float:
-    """Return the largest position of a segment, or 0 for a table, whose values are not read."""
-    if isinstance(segment, Tokens):
-        return (segment.start or 0) + segment.length - 1
-    return max((abs(s) for ends in _ends(segment) for s in ends), default=0) if isinstance(segment, Grid) else 0
+def _reach(segment: Segment, placed: Tokens | Grid | Coordinates) -> float:
+    """Return the largest distance of a placed segment from 0, or 0 for a plain table, whose values are not read."""
+    if isinstance(placed, Tokens):
+        first = placed.start or 0
+        return max(-first, first + placed.length - 1)
+    if isinstance(segment, Coordinates):
+        return 0
+    return max((abs(s) for ends in _ends(placed) for s in ends), default=0)
 
 
 def _rows(
@@ -466,4 +469,7 @@ def _join(parts: Sequence[Coordinates]) -> Coordinates:
             for part in parts
         ]
         mask = torch.cat(masks, dim=-1)
-    return Coordinates(torch.cat([part.coords for part in parts], dim=-2), rotated=mask)
+    coords = [part.coords for part in parts]
+    if len({t.dtype for t in coords}) > 1:  # torch.cat would round integers to float32, and rejects some dtypes
+        coords = [t.double() for t in coords]
+    return Coordinates(torch.cat(coords, dim=-2), rotated=mask)

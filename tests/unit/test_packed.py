@@ -372,6 +372,14 @@ def test_xpos_with_masks_offsets_and_packing():
     torch.testing.assert_close(packed[1][:3], as_came(again[1], 3))
 
 
+def test_xpos_follows_set_places():
+    module, q, places = Rotate1d(8, scale_base=4.0), projection(1, 2, 3), torch.tensor([0.0, 5.0, 7.0])
+    expected = module(q, q, positions=places[:, None])
+    module.set_places(0, places)
+    for found in (module(q, q), module(q, q, positions=(Grid((3,)), Grid((3,))))):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -460,6 +468,17 @@ def test_zigzag_equals_torchs_order():
     order = attention._HeadTailLoadBalancer(16, 2, torch.device("cpu"))._generate_indices(restore=False)[0]
     found = [zigzag(Grid((16,)), rank, 2).coords[:, 0] for rank in range(2)]
     assert torch.cat(found).long().tolist() == order.tolist()
+
+
+def test_zigzag_compiles_for_all_sizes():
+    def f(x):
+        return zigzag(Grid((x.shape[0], 4)), 1, 2).coords
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="eager")
+    for height in (2, 5, 8):
+        x = torch.empty(height)
+        assert torch.equal(compiled(x), f(x))
 
 
 def test_zigzag_for_text():

@@ -213,6 +213,14 @@ def test_take_equals_indexing(shape, step, data):
         close(by_sample.take(last).coords, body[index][:, -1:])
 
 
+def test_take_by_sample_from_a_shared_table():
+    coords, index = torch.rand(1, 5, 2), torch.tensor([[0, 4], [3, 3]])
+    rotated = torch.tensor([[True, True, True, True, False]])
+    found = Coordinates(coords, prefix=1, rotated=rotated).take(index)
+    assert torch.equal(found.coords, torch.where(rotated[0, index][..., None], coords[0, index], 0))
+    assert torch.equal(found.rotated, rotated[0, index])
+
+
 def test_remaining_tokens_are_encoded_as_in_the_whole():
     grid = Grid((4, 5), prefix=1).interpolate((7, 7))
     x, omega = torch.randn(2, 3, 21, 8, dtype=torch.float64), torch.rand(1, 8, 2, dtype=torch.float64)

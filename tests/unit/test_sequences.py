@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lrpe_md import After, Coordinates, Grid, Tokens, compose, cosine, pack, pad, rotate, window_order
+from lrpe_md import After, Before, Coordinates, Grid, Tokens, compose, cosine, pack, pad, rotate, window_order
 from lrpe_md.engine.encode import launch
 
 
@@ -322,6 +322,27 @@ def test_errors(name):
 def test_float32_holds_positions_up_to_its_limit():
     assert compose(Tokens(1, "axis", start=2**24), num_axes=1, dtype=torch.float32).coords.item() == 2**24
     assert math.prod(compose(Grid((2, 3)), dtype=torch.float32).coords.shape) == 12
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        (Tokens(2, "axis", start=-(2**24) - 1),),
+        (Tokens(2**24, "axis"), After(Coordinates(torch.tensor([[0], [1]])))),
+        (Tokens(0, "axis", start=-(2**24)), Before(Coordinates(torch.tensor([[0], [1]])))),
+    ],
+)
+def test_float32_is_refused_for_far_tokens_and_tables(segments):
+    with pytest.raises(ValueError, match="dtype: expected float64 for positions up to 1677721"):
+        compose(*segments, num_axes=1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.uint16])
+def test_joined_tables_keep_their_values(other):
+    far = 2**24 + 1
+    samples = [Coordinates(torch.tensor([[far]])), Coordinates(torch.tensor([[3]]).to(other))]
+    for coords in (pad(samples).coords, pack(samples).positions.coords):
+        assert coords.flatten().tolist() == [far, 3]
 
 
 @pytest.mark.slow

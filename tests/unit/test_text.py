@@ -401,6 +401,15 @@ def test_set_learned_frequencies(frequencies, num_heads):
     torch.testing.assert_close(module.get_omega()[..., 0].detach(), theta.float())
 
 
+@pytest.mark.parametrize("learnable", [False, True, "raw"])
+def test_set_frequencies_undoes_adjust(learnable):
+    module, theta = Rotate1d(8, learnable=learnable), geometric_theta(4, 50.0)
+    module.adjust(torch.tensor(2.0), 3.0)
+    module.set_frequencies(theta)
+    torch.testing.assert_close(module.get_omega()[0, :, 0].detach(), theta.float())
+    assert (module.amplitude == 1).all()
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 X = torch.zeros(2, 4, 5, 8)
