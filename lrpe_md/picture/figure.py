@@ -497,23 +497,27 @@ def _conditions(view: View) -> list[str]:
     """Return the parts of a title that state the grid, the text, the head, and what the scheme leaves open."""
     made, layout, width = view.subject.preset, view.layout, view.subject.rotated_channels
     parts = [("grid " if len(layout.shape) > 1 else "tokens ") + "×".join(map(str, layout.shape))]
-    for name, value in view.options.items():
-        if value is None:
-            continue
-        if name != "reference":
-            parts.append(f"{name} {value}")
-            continue
-        rules = {key: each for key, each in view.options.items() if key != name}
-        sizes = made.find_reference(value, layout.shape, **rules)
-        if any(sizes):
-            parts.append("positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes))
-        elif isinstance(value, int) or any(value):
-            parts.append("positions scaled by the scheme's own rule")
+    rules = {name: value for name, value in view.options.items() if name != "reference"}
+    parts += [f"{name} {value}" for name, value in rules.items() if value is not None]
+    parts += _rescaling(view, rules)
     parts += [plural(layout.text, f"{view.text_name} token")] if layout.text else []
     parts += [f"{width} of {made.head_dim} channels rotated"] if width < made.head_dim else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase set to 0"] if made.scheme.phase else []
     return parts + (["frequencies before training"] if made.scheme.learned and view.subject.frequencies else [])
+
+
+def _rescaling(view: View, rules: Mapping[str, Any]) -> list[str]:
+    """Return the part of a title that states how positions are scaled. Without scaling, return nothing."""
+    made, layout = view.subject.preset, view.layout
+    reference = view.options.get("reference")
+    reference = made.scheme.reference if reference is None else reference
+    sizes = () if reference is None else made.find_reference(reference, layout.shape, **rules)
+    if any(sizes):
+        return ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)]
+    steps = layout.steps.abs()
+    is_scaled = ((steps > 0) & ((steps - 1).abs() > 1e-6)).any()
+    return ["positions scaled by the scheme's own rule"] if is_scaled else []
 
 
 def _what(view: View) -> str:
