@@ -75,6 +75,7 @@ class View:
         token: grid coordinates of the marked token.
         head: head to draw.
         channels, frames: channels and frames to draw as angle maps.
+        needs_angles: whether the channels were passed, so that a figure without angle maps is an error.
         options: options of the positions, such as ``reference`` and ``fps``, for the title.
     """
 
@@ -85,6 +86,7 @@ class View:
     channels: list[int]
     frames: list[int]
     options: Mapping[str, Any]
+    needs_angles: bool
 
     @property
     def text_name(self) -> str:
@@ -134,7 +136,8 @@ def make_view(
             f"shape: expected a grid on which {subject.preset.name} rotates at least one channel, got "
             f"{'x'.join(map(str, layout.shape))}"
         )
-    return View(subject, layout, token, head, shown, data.choose_frames(layout, token), options or {})
+    frames = data.choose_frames(layout, token)
+    return View(subject, layout, token, head, shown, frames, options or {}, needs_angles=bool(channels))
 
 
 def lowest_similarity(views: Sequence[View], variants: int | None = None) -> float:
@@ -172,7 +175,7 @@ def choose_panels(views: Sequence[View], names: Sequence[str], is_comparison: bo
     Sequences have no slices, which would repeat the similarity.
 
     Raises:
-        ValueError: if the figure has no panel of this name.
+        ValueError: if the figure has no panel of this name, or has no angle maps for the channels that were passed.
     """
     missing = {"angles", "variants"} if is_comparison else set()
     missing |= {"variants"} if len(views[0].scores) == 1 else set()
@@ -183,7 +186,11 @@ def choose_panels(views: Sequence[View], names: Sequence[str], is_comparison: bo
             what = "a comparison" if is_comparison else views[0].subject.preset.name
             what += " of sequences" if is_comparison and "slices" in missing else ""
             raise ValueError(f"panels: expected one or more of {', '.join(known)} for {what}, got {name!r}")
-    return [name for name in known if not names or name in names]
+    panels = [name for name in known if not names or name in names]
+    if views[0].needs_angles and "angles" not in panels:
+        advice = "draw one encoding at a time to see its angles" if is_comparison else "also draw the panel 'angles'"
+        raise ValueError(f"channels: expected none for a figure without angle maps, got {views[0].channels}; {advice}")
+    return panels
 
 
 def draw(view: View, names: Sequence[str] = (), width: float | None = None) -> Figure:

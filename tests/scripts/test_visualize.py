@@ -374,12 +374,15 @@ def test_show_takes_the_options_of_the_command():
         ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32$"),
         ({"head": 1}, ValueError, "head: expected 0 to 0, got 1; for more heads, pass num_heads="),
         ({"channels": 3}, TypeError, r"channels: expected a list of integers, such as \[0, 8\], got 3"),
+        ({"channels": [3], "panels": ["slices"]}, ValueError, r"without angle maps, got \[3\]; also draw the panel"),
         ({"maps": 0}, ValueError, "maps: expected a positive integer, got 0"),
         ({"text": -1}, ValueError, "text: expected a non-negative integer, got -1"),
     )
     for options, error, message in refused:
         with pytest.raises(error, match=message):
             lrpe_md.show("eva02", (4, 6), **options)
+    with pytest.raises(ValueError, match=r"channels: expected none .*, got \[3\]; draw one encoding at a time"):
+        lrpe_md.show(["eva02", "dinov3"], (4, 6), channels=[3])
 
 
 def test_an_axis_that_the_grid_does_not_follow_is_explained():
