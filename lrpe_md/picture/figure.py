@@ -75,6 +75,7 @@ class View:
         token: grid coordinates of the marked token.
         head: head to draw.
         channels, frames: channels and frames to draw as angle maps.
+        needs_angles: whether the channels were passed, so that a figure without angle maps is an error.
         options: options of the positions, such as ``reference`` and ``fps``, for the title.
     """
 
@@ -85,6 +86,7 @@ class View:
     channels: list[int]
     frames: list[int]
     options: Mapping[str, Any]
+    needs_angles: bool
 
     @property
     def text_name(self) -> str:
@@ -134,7 +136,8 @@ def make_view(
             f"shape: expected a grid on which {subject.preset.name} rotates at least one channel, got "
             f"{'x'.join(map(str, layout.shape))}"
         )
-    return View(subject, layout, token, head, shown, data.choose_frames(layout, token), options or {})
+    frames = data.choose_frames(layout, token)
+    return View(subject, layout, token, head, shown, frames, options or {}, needs_angles=bool(channels))
 
 
 def lowest_similarity(views: Sequence[View], variants: int | None = None) -> float:
@@ -172,7 +175,7 @@ def choose_panels(views: Sequence[View], names: Sequence[str], is_comparison: bo
     Sequences have no slices, which would repeat the similarity.
 
     Raises:
-        ValueError: if the figure has no panel of this name.
+        ValueError: if the figure has no panel of this name, or has no angle maps for the channels that were passed.
     """
     missing = {"angles", "variants"} if is_comparison else set()
     missing |= {"variants"} if len(views[0].scores) == 1 else set()
@@ -183,7 +186,11 @@ def choose_panels(views: Sequence[View], names: Sequence[str], is_comparison: bo
             what = "a comparison" if is_comparison else views[0].subject.preset.name
             what += " of sequences" if is_comparison and "slices" in missing else ""
             raise ValueError(f"panels: expected one or more of {', '.join(known)} for {what}, got {name!r}")
-    return [name for name in known if not names or name in names]
+    panels = [name for name in known if not names or name in names]
+    if views[0].needs_angles and "angles" not in panels:
+        advice = "draw one encoding at a time to see its angles" if is_comparison else "also draw the panel 'angles'"
+        raise ValueError(f"channels: expected none for a figure without angle maps, got {views[0].channels}; {advice}")
+    return panels
 
 
 def draw(view: View, names: Sequence[str] = (), width: float | None = None) -> Figure:
@@ -497,23 +504,27 @@ def _conditions(view: View) -> list[str]:
     """Return the parts of a title that state the grid, the text, the head, and what the scheme leaves open."""
     made, layout, width = view.subject.preset, view.layout, view.subject.rotated_channels
     parts = [("grid " if len(layout.shape) > 1 else "tokens ") + "×".join(map(str, layout.shape))]
-    for name, value in view.options.items():
-        if value is None:
-            continue
-        if name != "reference":
-            parts.append(f"{name} {value}")
-            continue
-        rules = {key: each for key, each in view.options.items() if key != name}
-        sizes = made.find_reference(value, layout.shape, **rules)
-        if any(sizes):
-            parts.append("positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes))
-        elif isinstance(value, int) or any(value):
-            parts.append("positions scaled by the scheme's own rule")
+    rules = {name: value for name, value in view.options.items() if name != "reference"}
+    parts += [f"{name} {value}" for name, value in rules.items() if value is not None]
+    parts += _rescaling(view, rules)
     parts += [plural(layout.text, f"{view.text_name} token")] if layout.text else []
     parts += [f"{width} of {made.head_dim} channels rotated"] if width < made.head_dim else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase set to 0"] if made.scheme.phase else []
     return parts + (["frequencies before training"] if made.scheme.learned and view.subject.frequencies else [])
+
+
+def _rescaling(view: View, rules: Mapping[str, Any]) -> list[str]:
+    """Return the part of a title that states how positions are scaled. Without scaling, return nothing."""
+    made, layout = view.subject.preset, view.layout
+    reference = view.options.get("reference")
+    reference = made.scheme.reference if reference is None else reference
+    sizes = () if reference is None else made.find_reference(reference, layout.shape, **rules)
+    if any(sizes):
+        return ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)]
+    steps = layout.steps.abs()
+    is_scaled = ((steps > 0) & ((steps - 1).abs() > 1e-6)).any()
+    return ["positions scaled by the scheme's own rule"] if is_scaled else []
 
 
 def _what(view: View) -> str:

@@ -57,7 +57,9 @@ PANELS = {
 
 
 # Options by argument of the library.
-OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base", "panels": "--panel"}
+OPTIONS = {
+    "head_dim": "--head-dim", "num_heads": "--heads", "base": "--base", "panels": "--panel", "channels": "--channel",
+}  # fmt: skip
 IMPLIED = ("token", "segments", "shape", "reference")  # arguments for which the option depends on the call
 
 

@@ -136,7 +136,8 @@ def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
     titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
     assert [title.replace(",\n", ", ") for title in titles if title.startswith("$")] == [
         "$\\mathbf{wan}$\nrotate, either axis order (published), head_dim 128, grid 9×18×28",
-        "$\\mathbf{dinov3}$\nrotate, either axis order (published), head_dim 64, grid 18×28",
+        "$\\mathbf{dinov3}$\nrotate, either axis order (published), head_dim 64, grid 18×28, positions scaled by the "
+        "scheme's own rule",
         "$\\mathbf{pope}$\ncosine (published), head_dim 64, tokens 64, phase set to 0",
     ]
     assert titles.count("wavelengths and the grid") == 3
@@ -373,12 +374,15 @@ def test_show_takes_the_options_of_the_command():
         ({"channels": [32]}, ValueError, "channels: expected 0 to 31, got 32$"),
         ({"head": 1}, ValueError, "head: expected 0 to 0, got 1; for more heads, pass num_heads="),
         ({"channels": 3}, TypeError, r"channels: expected a list of integers, such as \[0, 8\], got 3"),
+        ({"channels": [3], "panels": ["slices"]}, ValueError, r"without angle maps, got \[3\]; also draw the panel"),
         ({"maps": 0}, ValueError, "maps: expected a positive integer, got 0"),
         ({"text": -1}, ValueError, "text: expected a non-negative integer, got -1"),
     )
     for options, error, message in refused:
         with pytest.raises(error, match=message):
             lrpe_md.show("eva02", (4, 6), **options)
+    with pytest.raises(ValueError, match=r"channels: expected none .*, got \[3\]; draw one encoding at a time"):
+        lrpe_md.show(["eva02", "dinov3"], (4, 6), channels=[3])
 
 
 def test_an_axis_that_the_grid_does_not_follow_is_explained():
@@ -906,7 +910,11 @@ def test_the_header_names_the_options_of_the_positions():
     assert "positions rescaled to 3×9×14" in visualize.draw(tiny("wan", reference="3x9x14")).get_suptitle()
     assert "positions rescaled to 8×–" in visualize.draw(tiny("rope_vit_axial", reference="8x-")).get_suptitle()
     assert "positions rescaled to 16×16" in visualize.draw(tiny("rope_vit_axial", reference="16")).get_suptitle()
-    assert "positions scaled by the scheme's own rule" in visualize.draw(tiny("dinov3", reference="16")).get_suptitle()
+    for reference in ("16", None):
+        title = visualize.draw(tiny("dinov3", reference=reference)).get_suptitle()
+        assert "positions scaled by the scheme's own rule" in title
+    assert "positions rescaled to 16×16" in lrpe_md.show("eva02", (4, 6)).get_suptitle()
+    assert "scaled" not in lrpe_md.show("eva02", (4, 6), reference=(None, None)).get_suptitle()
     assert "positions rescaled to –×8×12" in visualize.draw(tiny("wan", (4, 6), reference="8x12")).get_suptitle()
     assert "positions rescaled to 3×–×–" in visualize.draw(tiny("cogvideox", reference="3x9x14")).get_suptitle()
     title = lrpe_md.show(["rope_vit_axial"], (4, 6), reference=16).axes[0].get_title()
