@@ -23,8 +23,8 @@ def parameter_groups(
         model: the model. Parameters that don't require gradients are left out.
         lr: learning rate of all parameters except the frequencies.
         weight_decay: weight decay of tensors with two or more dimensions. It is 0 for biases, norms, frequencies,
-            phases, parameters marked ``_no_weight_decay``, and parameters whose names ``model.no_weight_decay()``
-            returns.
+            phases, parameters marked ``_no_weight_decay``, and parameters whose names ``no_weight_decay()`` of the
+            model or of a submodule returns.
         frequency_lr: learning rate of frequencies learned by this library's encodings. The default is ``lr``.
             Frequencies are learned as logarithms, so an Adam step changes each frequency by about this fraction of its
             value. With ``frequencies="mixed"`` or ``learnable="raw"``, an Adam step changes each frequency by about
@@ -43,8 +43,7 @@ def parameter_groups(
     for name, value in rates.items():
         if not is_finite_number(value) or value < 0:
             raise ValueError(f"{name}: expected a finite non-negative number, got {show_value(value)}")
-    named: Any = getattr(model, "no_weight_decay", set)
-    excluded = set(named())
+    excluded = _find_excluded(model)
     frequencies = {
         id(parameter)
         for module in model.modules()
@@ -57,10 +56,24 @@ def parameter_groups(
         "no_decay": {"params": [], "lr": lr, "weight_decay": 0.0},
         "frequencies": {"params": [], "lr": rates["frequency_lr"], "weight_decay": 0.0},
     }
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        marked = name in excluded or getattr(parameter, "_no_weight_decay", False)
+        marked = id(parameter) in excluded or getattr(parameter, "_no_weight_decay", False)
         kind = "no_decay" if marked or parameter.ndim < 2 else "decay"
         groups["frequencies" if id(parameter) in frequencies else kind]["params"].append(parameter)
     return [{"name": name, **group} for name, group in groups.items() if group["params"]]
+
+
+def _find_excluded(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that the model or a submodule excludes from weight decay.
+
+    Names are looked up in the module that returns them, because torch.compile and DDP prefix the names of a model.
+    """
+    excluded: set[int] = set()
+    for module in model.modules():
+        if hasattr(module, "no_weight_decay"):
+            owner: Any = module
+            parameters = dict(module.named_parameters(remove_duplicate=False))
+            excluded |= {id(parameters[name]) for name in set(owner.no_weight_decay()) & parameters.keys()}
+    return excluded

@@ -77,6 +77,7 @@ def budget_violation(
     from each error, because Triton's interpreter truncates when it stores bfloat16.
     """
     assert actual.dtype == same.dtype, (name, actual.dtype, same.dtype)
+    assert actual.shape == same.shape, (name, actual.shape, same.shape)
     return find_violation(name, actual, (same.double() - exact).abs(), exact, case, ulps)
 
 
@@ -91,9 +92,9 @@ def find_violation(
     error = (actual.double() - exact).abs()
     error = (error - ulps * torch.finfo(actual.dtype).eps * exact.abs()).clamp_min(0) if ulps else error
     rounding_error = (exact.to(actual.dtype).double() - exact).abs()
-    allowed = torch.stack([reference_error, rounding_error])
+    allowed = torch.stack([reference_error.flatten(), rounding_error.flatten()])
     rms = error.square().mean().sqrt().item()
-    rms_budget = RMS_FACTOR * allowed.square().flatten(1).mean(1).sqrt().max().item()
+    rms_budget = RMS_FACTOR * allowed.square().mean(1).sqrt().max().item()
     top, max_budget = error.max().item(), MAX_FACTOR * allowed.max().item()
     if rms <= rms_budget and top <= max_budget:  # False for NaN
         return None

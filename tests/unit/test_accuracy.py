@@ -7,7 +7,7 @@ import torch
 
 from lrpe_md import Coordinates, Grid, Rotate1d, cosine, rotate
 from lrpe_md.reference import Spec, encode
-from lrpe_md.testing import rounded_angles
+from lrpe_md.testing import budget_violation, rounded_angles
 
 
 def _cos_sin(positions, omega, num_tokens, **options):
@@ -109,3 +109,15 @@ def test_budget_is_based_on_float32_angles():
     assert error["rounded angles"].square().mean() > 100 * error["exact angles"].square().mean()
     again = rotate(x, omega=omega, positions=grid, impl="reference") - exact
     assert torch.equal(again, error["exact angles"])
+
+
+def test_budget_of_a_scalar():
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert budget_violation("y", one, one, one.double()) is None
+    assert budget_violation("y", two, one, one.double()) is not None
+
+
+def test_budget_needs_a_reference_of_the_same_shape():
+    ones = torch.ones(2, 3)
+    with pytest.raises(AssertionError, match="y"):
+        budget_violation("y", ones, ones[0], ones.double())

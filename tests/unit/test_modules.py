@@ -225,6 +225,22 @@ def test_parameter_groups(cls):
             parameter_groups(model, **{"lr": 1.0, name: -1})
 
 
+def test_parameter_groups_of_wrapped_models():
+    class Backbone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pos_embed = nn.Parameter(torch.zeros(1, 4, 8))
+            self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.head.weight = self.embed.weight
+
+        def no_weight_decay(self) -> set[str]:
+            return {"pos_embed", "head.weight"}  # the second name is that of a tied parameter
+
+    model = Backbone()
+    for wrapped in (model, torch.compile(model), nn.DataParallel(model), nn.Sequential(model)):
+        assert [g["name"] for g in parameter_groups(wrapped, 1e-3)] == ["no_decay"]
+
+
 # --- state_dicts of other parametrisations -----------------------------------------------------------------
 
 
