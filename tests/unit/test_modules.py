@@ -374,7 +374,7 @@ def test_learned_frequencies_of_each_axis():
         torch.testing.assert_close(outs, fixed)
         (outs[0] @ outs[1].mT).square().sum().backward()
         with torch.no_grad():
-            module.log_theta -= 0.1 * module.log_theta.grad.sign()
+            module.log_theta -= 0.1 * module.log_theta.grad / module.log_theta.grad.norm()
         columns, rows = module.get_omega()[0].sum(-1).detach().unflatten(0, (2, 4))
         assert torch.allclose(columns, rows) == is_shared
 
