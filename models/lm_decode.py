@@ -184,7 +184,7 @@ def sample(
         generator: random number generator on the logits' device.
     """
     check_sampling(temperature, top_p)
-    if temperature == 0:
+    if temperature < 1e-30:  # logits divided by a smaller temperature could overflow in float32
         return logits.argmax(-1)
     probabilities = (logits.float() / temperature).softmax(-1)
     if top_p < 1:

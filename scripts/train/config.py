@@ -15,6 +15,7 @@ import torch
 import typer
 from accelerate import PartialState
 from timm.optim import get_optimizer_info, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
+from timm.optim.adafactor_bv import AdafactorBigVision
 from torch import nn
 
 from lrpe_md import Memory
@@ -75,7 +76,10 @@ class Training:
         panel=OPTIMISER,
     )  # fmt: skip
     accumulate: int = option(1, "Micro-batches per step.", least=1, panel=OPTIMISER)
-    opt: str = option("adamw", "Optimiser: the name of any timm optimiser.", panel=OPTIMISER)
+    opt: str = option(
+        "adamw", "Optimiser: the name of a timm optimiser, except adahessian and variants of adafactorbv.",
+        panel=OPTIMISER,
+    )  # fmt: skip
     lr: float = option(1e-3, "Learning rate after the warm-up.", least=0, panel=OPTIMISER)
     betas: str = option(
         "", "Betas of the optimiser, such as 0.9,0.95. Default: the optimiser's own betas.", panel=OPTIMISER
@@ -142,7 +146,7 @@ class Training:
     def __post_init__(self) -> None:
         for each in fields(self):
             check_range(f"--{each.name.replace('_', '-')}", getattr(self, each.name), each.metadata)
-        choose("--opt", [self.opt], map(str, list_optimizers()))
+        check_optimizer(self.opt)
         choose("--schedule", [self.schedule], SCHEDULES)
         choose("--precision", [self.precision], ("no", "bf16", "fp16", "auto"))
         choose("--sharding", [self.sharding], ("ddp", "fsdp"))
@@ -261,6 +265,19 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
             f"--betas: expected {about.num_betas} numbers in [0, 1), separated by commas, got {text!r}"
         )
     return betas
+
+
+def check_optimizer(opt: str) -> None:
+    """Reject unknown optimisers, and timm optimisers that the training loop can't run or save."""
+    choose("--opt", [opt], map(str, list_optimizers()))
+    about = get_optimizer_info(opt)
+    reason = ""
+    if about.second_order:
+        reason = "it needs second derivatives"
+    elif about.opt_class is AdafactorBigVision:
+        reason = "its settings can't be stored in a checkpoint"
+    if reason:
+        raise typer.BadParameter(f"--opt {opt}: not supported, because {reason}; pass another, such as adamw")
 
 
 def check_range(name: str, value: Any, metadata: Any) -> None:

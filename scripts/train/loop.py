@@ -151,10 +151,15 @@ class Trainer:
         chosen: dict[str, Any] = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens
         if config.betas:
             chosen["betas"] = parse_betas(config.betas, config.opt)
-        self.inner = create_optimizer_v2(
-            self.raw, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay,
-            **{**config.optimizer_arguments(self.raw), **chosen},
-        )  # fmt: skip
+        try:
+            self.inner = create_optimizer_v2(
+                self.raw, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay,
+                **{**config.optimizer_arguments(self.raw), **chosen},
+            )  # fmt: skip
+        except AssertionError as error:  # timm asserts that the packages and the GPU of an optimiser are available
+            raise typer.BadParameter(
+                f"--opt {config.opt}: not available here ({error}); pass another, such as adamw"
+            ) from error
         self.schedule = config.build_schedule()
         self.scheduler = self.schedule.build(self.inner)
         if state is not None:

@@ -374,6 +374,11 @@ def test_sampling_draws_from_the_distribution(temperature: float, top_p: float, 
     assert ((drawn - expected_).abs() <= 4 * (expected_ * (1 - expected_) / 20_000).sqrt()).all(), drawn
 
 
+def test_tiny_temperatures_choose_the_most_likely_token() -> None:
+    logits = torch.tensor([-200.0, 1.0, 300.0, 299.0])
+    assert [sample(logits, temperature).item() for temperature in (1e-20, 1e-37, 1e-45, 1e-300)] == [2] * 4
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -260,6 +260,19 @@ def test_augmentation_depends_on_the_draw_alone():
         assert first == (random.random(), np.random.rand(), torch.rand(1).item())
 
 
+@pytest.mark.parametrize("policy", ["rand-m10-inc1", "augmix-m10", "original"])
+def test_posterize_to_no_bits_gives_black(policy):
+    image, found = Image.new("RGB", (4, 4), (255, 200, 100)), []
+    for step in build_transform(4, policy, 1.0).transforms:
+        found += [*getattr(step, "ops", []), *(each for part in getattr(step, "policy", []) for each in part)]
+    functions = {each.aug_fn for each in found if "osterize" in each.aug_fn.__name__}
+    assert len(functions) == 1
+    (function,) = functions
+    assert [function(image, bits).getpixel((0, 0)) for bits in (0, 1, 8)] == [
+        (0, 0, 0), (128, 128, 0), (255, 200, 100)
+    ]  # fmt: skip
+
+
 def test_grey_images_are_augmented_and_stay_grey():
     data = Images(torch.randint(0, 255, (2, 1, 16, 16), dtype=torch.uint8), torch.arange(2))
     x, _ = read_batch(data, build_transform(16, "", 1.0), np.arange(2), np.arange(2))

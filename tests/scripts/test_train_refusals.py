@@ -137,6 +137,21 @@ def test_an_unknown_optimiser(tmp_path):
     assert "adamw" in refused.output
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("adahessian", "not supported, because it needs second derivatives"),
+        ("cadafactorbv", "not supported, because its settings can't be stored in a checkpoint"),
+        ("bnbadam", "not available here ("),
+    ],
+)
+def test_unsuitable_optimisers(tmp_path, monkeypatch, name, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused = invoke(*digits_command(tmp_path / "out", "--opt", name))
+    assert refused.exit_code == 2
+    assert f"--opt {name}: {reason}" in refused.output
+
+
 def test_float16_needs_a_gpu(tmp_path):
     refused = invoke(*digits_command(tmp_path / "out", "--precision", "fp16"))
     assert refused.exit_code == 2

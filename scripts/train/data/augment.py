@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import typer
 from PIL import Image
+from timm.data.auto_augment import posterize
 from timm.data.transforms_factory import create_transform
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> A
     shape = (size, size) if isinstance(size, int) else size
     ratio = shape[1] / shape[0]
     try:
-        return create_transform(
+        transform: Any = create_transform(
             shape, is_training=True, scale=(scale, 1.0),
             ratio=(ratio, ratio) if scale == 1 else (3 / 4 * ratio, 4 / 3 * ratio), hflip=0.0,
             color_jitter=0.0, auto_augment=policy or None, interpolation="bicubic", mean=(0.5, 0.5, 0.5),
@@ -57,6 +59,16 @@ def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> A
         raise typer.BadParameter(
             f"--augment: expected a timm policy, such as rand-m9-mstd0.5-inc1, got {policy!r} ({error})"
         ) from error
+    for step in transform.transforms:
+        for operation in (*getattr(step, "ops", ()), *chain.from_iterable(getattr(step, "policy", ()))):
+            if operation.aug_fn is posterize:
+                operation.aug_fn = _posterize
+    return transform
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **unused: Any) -> Image.Image:
+    """Call timm's ``posterize``, or return a black image for 0 bits or fewer, which Pillow 13 rejects."""
+    return posterize(image, bits_to_keep) if bits_to_keep > 0 else image.point(lambda _: 0)
 
 
 def read_batch(
