@@ -189,6 +189,8 @@ def choose_panels(views: Sequence[View], names: Sequence[str], is_comparison: bo
     panels = [name for name in known if not names or name in names]
     if views[0].needs_angles and "angles" not in panels:
         advice = "draw one encoding at a time to see its angles" if is_comparison else "also draw the panel 'angles'"
+        if is_comparison and len(views) == 1:
+            advice = "pass the encoding itself instead of a list or dict to see its angles"
         raise ValueError(f"channels: expected none for a figure without angle maps, got {views[0].channels}; {advice}")
     return panels
 

@@ -383,6 +383,8 @@ def test_show_takes_the_options_of_the_command():
             lrpe_md.show("eva02", (4, 6), **options)
     with pytest.raises(ValueError, match=r"channels: expected none .*, got \[3\]; draw one encoding at a time"):
         lrpe_md.show(["eva02", "dinov3"], (4, 6), channels=[3])
+    with pytest.raises(ValueError, match=r"got \[3\]; pass the encoding itself instead of a list or dict"):
+        lrpe_md.show({"eva": "eva02"}, (4, 6), channels=[3])
 
 
 def test_an_axis_that_the_grid_does_not_follow_is_explained():
