@@ -129,7 +129,7 @@ def test_a_single_panel_is_the_figure():
         ("slices", "slices at the marked token, rotate"),
         ("wavelengths", "wavelengths and the grid"),
     ):
-        figure = lrpe_md.show("dinov3", panels=[name], channels=[18], width=5.5)
+        figure = lrpe_md.show("dinov3", panels=[name], channels=[18] if name == "angles" else (), width=5.5)
         assert [axis.get_title() for axis in figure.axes if not is_bar(axis)] == [title]
         assert (figure.get_suptitle(), figure.get_supxlabel()) == ("", "")
     figure = lrpe_md.show("pope", panels=["similarity"])
