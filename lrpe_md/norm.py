@@ -25,7 +25,7 @@ class Norm(NamedTuple):
             or (H, D) with over="head", and (H, D) with over="heads", where H is the number of heads of q or k. A weight
             of shape (2 or 3, 1 or H, D) contains separate weights for prefix, grid and (with 3) suffix tokens, as in
             joint text-image blocks. Only the ``prefix`` and ``suffix`` of positions count: the tables of pack, pad,
-            compose and zigzag have neither, so all of their tokens belong to the grid. The dtype is float16, bfloat16,
+            compose and zigzag have neither, so all their tokens count as grid tokens. The dtype is float16, bfloat16,
             float32 or float64.
         bias: β for "layer", with the same shape and dtype as weight.
         eps: positive number to add to the mean square.
