@@ -158,9 +158,10 @@ def test_compiles_with_real_kernels():
 
     def f(q, k, omega, grid):
         q, k = cosine(q, k, omega=omega, positions=grid, act="silu")
-        return (q * q).sum() + (k * k * k).sum()
+        return (q * q_weights).sum() + (k * k_weights).sum()  # both modes have the same gradients of q and k
 
     q, k = (torch.randn(2, h, 31, 16, device="cuda", requires_grad=True) for h in (4, 2))
+    q_weights, k_weights = (torch.randn(2, h, 31, 32, device="cuda") for h in (4, 2))
     grid = Grid((5, 6), prefix=1)
     expected = torch.autograd.grad(f(q, k, omega, grid), (q, k, omega))
     compiled = torch.compile(f, fullgraph=True)
