@@ -19,11 +19,10 @@ from lrpe_md.engine.linear.plan import (
     BOUNDS,
     CAUSAL_PASSES,
     DECAYING,
-    LARGE_STATE,
     NORMALIZED,
     NORMALIZERS,
     SEPARATE,
-    SPLIT,
+    SEPARATE_STATE,
     TILES,
     LinearPass,
     LinearTile,
@@ -33,19 +32,19 @@ from ..common.cases import LinearCase
 from .linear_measure import WORKLOADS, Inputs, make_inputs, make_pass
 
 # Numbers of state elements. Each row of TILES has a tile for each of these numbers.
-STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "up to 24,576", "more")
+STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "up to 20,480", "up to 24,576", "more")
 # A map and a head_dim for each state size.
 MAPS: tuple[tuple[Any, int], ...] = (
-    ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 96), ("cosine", 128)
+    ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 72), ("cosine", 96), ("cosine", 128)
 )  # fmt: skip
-SPLIT_MAPS = {3: ("rotate", 96)}  # replaces the above for split features
 FORWARDS = (
-    LinearPass.FORWARD, LinearPass.STATE, LinearPass.STATE_SPLIT, LinearPass.OUTPUT, LinearPass.CAUSAL,
-    LinearPass.CAUSAL_NORMALIZED, LinearPass.CAUSAL_DECAY,
+    LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL, LinearPass.CAUSAL_NORMALIZED,
+    LinearPass.CAUSAL_DECAY,
 )  # fmt: skip
 NORMALIZING = (*NORMALIZED.values(), *SEPARATE.values(), *NORMALIZERS)
-FIRST_LARGE = BOUNDS.index(LARGE_STATE) + 1  # first tile of a row for states above LARGE_STATE
-OF_LARGE = (*SEPARATE.values(), *SPLIT.values())  # rows that are only used for such states
+FIRST_SEPARATE = (
+    BOUNDS.index(SEPARATE_STATE) + 1
+)  # first tile of a row for states whose normaliser has separate kernels
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)
 
@@ -68,8 +67,7 @@ class LinearPlace(NamedTuple):
     @property
     def size(self) -> int:
         """Index into STATES. In most rows, the last tile is used for all larger states."""
-        short_rows = (*ONE_PASS, LinearPass.DELTA_KEYS, *SPLIT.values())
-        is_last = self.width == len(TILES[self.stage]) - 1 and self.stage not in short_rows
+        is_last = self.width == len(TILES[self.stage]) - 1 and self.stage not in (*ONE_PASS, LinearPass.DELTA_KEYS)
         return len(STATES) - 1 if is_last else self.width
 
     def __str__(self) -> str:
@@ -81,8 +79,7 @@ class LinearPlace(NamedTuple):
 
     def cases(self, small: bool = False) -> dict[str, LinearCase]:
         """Return the problems to time, by name. With ``small``, return faster problems that use the same kernels."""
-        maps = SPLIT_MAPS if self.stage in SPLIT.values() else {}
-        chosen, head_dim = maps.get(self.size, MAPS[self.size])
+        chosen, head_dim = MAPS[self.size]
         if self.stage in ONE_PASS:
             names = ("windows" if self.width == 0 else "vit224",)
         elif self.stage in CAUSAL_PASSES:
@@ -93,7 +90,7 @@ class LinearPlace(NamedTuple):
         else:
             names = ("img64", "video64")
         # For large states, an unrotated normaliser uses the tiles of SEPARATE.
-        is_encoded = self.stage in NORMALIZED.values() and self.width >= FIRST_LARGE
+        is_encoded = self.stage in NORMALIZED.values() and self.width >= FIRST_SEPARATE
         found = {}
         for name in names:
             case = replace(WORKLOADS[name], normalizer="encoded") if is_encoded else WORKLOADS[name]
@@ -159,7 +156,7 @@ def refuse(tile: LinearTile) -> list[LinearTile]:
 
 def choose_places() -> list[LinearPlace]:
     places = [LinearPlace(stage, width) for stage, row in TILES.items() for width in range(len(row))]
-    return [place for place in places if place.stage not in OF_LARGE or place.width >= FIRST_LARGE]
+    return [place for place in places if place.stage not in SEPARATE.values() or place.width >= FIRST_SEPARATE]
 
 
 def write_table(tiles: dict[LinearPass, tuple[LinearTile, ...]], write_tile: Callable[[Any], str]) -> str:

@@ -10,7 +10,7 @@ cos and sin tables). Each row has a tile for up to 16 channels, a tile for up to
 to 16 channels are timed on 64×64 tokens with head_dim 72 and 80, where channels are processed in blocks. Tiles for up
 to 64 are timed on 14×14 and 64×64 tokens with head_dim 64, and tiles for more channels on 21×30×52 tokens with head_dim
 128. Each tile is timed with shared and with per-head frequencies or tables. A row of linear attention ("linear ...") is
-keyed by pass and has tiles for six state sizes. Tiles of linear attention are timed in a complete forward or backward
+keyed by pass and has tiles for seven state sizes. Tiles of linear attention are timed in a complete forward or backward
 pass: causal kernels on causal workloads, the delta rule on frames-delta, kernels that handle an entire head on vit224
 or windows, and all other kernels on img64 and video64. Times are medians of GPU time with a cold L2 cache.
 

@@ -321,8 +321,8 @@ class LaunchInputs:
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
         normalizer = self.call.attention.normalizer
-        is_separate = causal and normalizer == "unrotated" and state > plan.LARGE_STATE and self.log_decay is None
-        rows = plan.SEPARATE if is_separate else self._choose_rows(spec, tiles, state)
+        is_separate = causal and normalizer == "unrotated" and state > plan.SEPARATE_STATE and self.log_decay is None
+        rows = plan.SEPARATE if is_separate else self._choose_rows(spec)
         tile = plan.choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, launching.INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
@@ -364,10 +364,8 @@ class LaunchInputs:
         )  # fmt: skip
         return replace_fields(variant, changes), _make_options(tile, variant.early and stage is LinearPass.QUERY_STATE)
 
-    def _choose_rows(self, spec: Spec, tiles: launching.Tiles, state: int) -> dict[LinearPass, LinearPass]:
-        """Return the rows of the tile table that replace those of some passes."""
-        if self.call.attention.mask != "causal":
-            return plan.SPLIT if state > plan.LARGE_STATE and len(tiles.feature_blocks) > 1 else {}
+    def _choose_rows(self, spec: Spec) -> dict[LinearPass, LinearPass]:
+        """Return the rows of the tile table that replace those of causal passes."""
         if self.call.attention.normalizer != "none":
             return plan.NORMALIZED
         return {} if self.log_decay is None or spec.map == "none" else plan.DECAYING

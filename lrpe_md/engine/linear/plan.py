@@ -15,9 +15,6 @@ class LinearPass(Enum):
     QUERIES_OMEGA = "queries_omega"  # q, do → dq and the sums for dω and dφ
     QUERY_STATE = "query_state"  # q, do → gradient of the state, also with a causal mask
     KEYS = "keys"  # k, v, gradient of the state → dk, dv
-    STATE_SPLIT = "state_split"  # tiles of STATE if the features of q and k are split into several tiles
-    QUERIES_SPLIT = "queries_split"  # as above, for QUERIES
-    KEYS_SPLIT = "keys_split"  # as above, for KEYS
     DELTA_KEYS = "delta_keys"  # KEYS with the delta rule
     CAUSAL = "causal"  # two passes with a causal mask: → o
     CAUSAL_QUERIES = "causal_queries"  # → dq
@@ -36,10 +33,6 @@ NORMALIZED = {
 }  # fmt: skip
 DECAYING = {LinearPass.CAUSAL: LinearPass.CAUSAL_DECAY, LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_DECAY}
 SEPARATE = {LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_SEPARATE}
-SPLIT = {
-    LinearPass.STATE: LinearPass.STATE_SPLIT, LinearPass.QUERIES: LinearPass.QUERIES_SPLIT,
-    LinearPass.KEYS: LinearPass.KEYS_SPLIT,
-}  # fmt: skip
 NORMALIZERS = (LinearPass.NORMALIZER, LinearPass.NORMALIZER_GRADIENT)
 CAUSAL_PASSES = (
     *NORMALIZED, *NORMALIZED.values(), *DECAYING.values(), *SEPARATE.values(), *NORMALIZERS, LinearPass.CAUSAL_QUERIES
@@ -53,31 +46,28 @@ class LinearTile(NamedTuple):
     max_registers: int | None = None
 
 
-# Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md. With few
-# exceptions, only split features have states of 16,384 to 24,576 elements, so rows that are never used for split
-# features (such as those of causal kernels, which pad) have one entry fewer. With the delta rule, states have at most
-# 16,384 elements, and in one pass at most 8,192. With 128 registers, 4 programs of 4 warps fit on a multiprocessor.
-# PROGRAMS assumes that. Heads with few channels use 2 warps, because 4 warps would have too little work. Twice as many
-# programs can then run at once.
+# Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 20,480, 24,576 and more elements. See docs/tuning.md.
+# Causal kernels pad their states, so no state has between 16,384 and 24,576 elements, and causal rows have two entries
+# fewer.
+# With the delta rule, states have at most 16,384 elements, and in one pass at most 8,192. With 128 registers, 4
+# programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4
+# warps would have too little work. Twice as many programs can then run at once.
 # Names of tiles: tokens, then SMALL (2 warps), WIDE (8 warps), TWO (8 warps, 2 stages), DEEP (4 stages), SHALLOW (2
 # stages) or FREE (no register limit).
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
 _32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
-_32_TWO, _32_SHALLOW, _16_FREE = LinearTile(32, 8, 2), LinearTile(32, 4, 2), LinearTile(16, 4, 4)
+_32_TWO, _32_SHALLOW = LinearTile(32, 8, 2), LinearTile(32, 4, 2)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.FORWARD: (_16_SMALL, LinearTile(16, 4, 4, 80), _16_DEEP),
     LinearPass.BACKWARD: (_16_SMALL, _16_DEEP, LinearTile(16, 4, 4, 168)),
-    LinearPass.STATE: (_32, _32, _64, _32_FREE, _64_WIDE),
-    LinearPass.OUTPUT: (_32, _32, _32, _64, _64, LinearTile(32, 8, 1)),
-    LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _16_DEEP, _32_FREE, _32_WIDE),
+    LinearPass.STATE: (_32, _32, _64, _32_FREE, LinearTile(16, 4, 4), _64_WIDE, _64_WIDE),
+    LinearPass.OUTPUT: (_32, _32, _32, _64, _64, _64, LinearTile(32, 8, 1)),
+    LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _16_DEEP, _32_FREE, LinearTile(16, 4, 3), LinearTile(16, 4, 4), _32_WIDE),
     LinearPass.QUERIES_OMEGA: (_16_DEEP, _16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE),
-    LinearPass.QUERY_STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
-    LinearPass.KEYS: (_16, _16, _32_FREE, _32_WIDE, _32_WIDE),
-    LinearPass.STATE_SPLIT: (_16_FREE,) * 5,  # above LARGE_STATE, like the other split rows
-    LinearPass.QUERIES_SPLIT: (_16,) * 4 + (LinearTile(16, 4, 3),),
-    LinearPass.KEYS_SPLIT: (_16_FREE,) * 4 + (_32_WIDE,),
+    LinearPass.QUERY_STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE, _64_WIDE),
+    LinearPass.KEYS: (_16, _16, _32_FREE, _32_WIDE, _32_WIDE, _32_WIDE, _32_WIDE),
     LinearPass.DELTA_KEYS: (_16, _16, _32_FREE, _32_WIDE),
     LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, _64_TWO),
     LinearPass.CAUSAL_QUERIES: (_64, _64, _32_FREE, LinearTile(64, 8, 1), _32_TWO),
@@ -86,11 +76,11 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.CAUSAL_KEYS_NORMALIZED: (_32_SHALLOW, _32_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(64, 8, 1)),
     LinearPass.CAUSAL_DECAY: (_64, _64, _32_FREE, _64_TWO, _64_TWO),
     LinearPass.CAUSAL_KEYS_DECAY: (_32_FREE, _32_FREE, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
-    LinearPass.CAUSAL_KEYS_SEPARATE: (LinearTile(16, 8, 3),) * 4 + (LinearTile(64, 8, 1),),  # above LARGE_STATE
+    LinearPass.CAUSAL_KEYS_SEPARATE: (LinearTile(16, 8, 3),) * 4 + (LinearTile(64, 8, 1),),  # above SEPARATE_STATE
     LinearPass.NORMALIZER: (_64,),
     LinearPass.NORMALIZER_GRADIENT: (_64,),
 }
-BOUNDS = (2048, 4096, 8192, 16384, 24576)
+BOUNDS = (2048, 4096, 8192, 16384, 20480, 24576)
 NARROWEST = 16  # minimum number of channels of a tile on matrix units
 # Widths that are split into several tiles. Other widths are padded to a power of two. SUMS is for channels (or pairs)
 # of q and k, where forming features takes most instructions. VALUE_SUMS is for channels of v, where a second tile only
@@ -102,10 +92,8 @@ LARGEST = 2 * 32768  # maximum number of bytes of a state, as operands
 PIECE = 128  # tokens; a multiple of every block_n
 SHORTEST = 256  # minimum number of tokens in a piece, if there is work for all multiprocessors
 FEW_PROGRAMS = 256  # just under two per multiprocessor
-# Elements. For larger states, the rows in SEPARATE and SPLIT are used. With a causal mask, other kernels compute an
-# unrotated normaliser.
-LARGE_STATE = 8192
-SHORT_PIECE_STATE = 4096  # elements; for larger states, short pieces don't pay off
+SEPARATE_STATE = 8192  # elements; for larger states, other kernels compute an unrotated normaliser with a causal mask
+LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
 STATE_TO_PART = 4  # a part has at least one token for this many elements of a state
 # State elements that a program of a scan sums, and pieces that the program loads at once. If there are too few programs
 # for all multiprocessors, the second tile is used.
@@ -192,7 +180,7 @@ def cut_pieces(num_tokens: int, rows: int, state: int, divisor: int) -> tuple[in
     cost more time than using the whole GPU saves.
     """
     length = _share_tokens(num_tokens, rows, divisor)
-    if length < 2 * SHORTEST and state > SHORT_PIECE_STATE:
+    if length < 2 * SHORTEST and state > LARGE_STATE:
         length = _share_tokens(num_tokens, rows, 2 * divisor)
     return max(1, -(-num_tokens // length)), length
 
