@@ -168,7 +168,8 @@ def rope_frequencies(
 
     Sources: the papers cited in :func:`lrpe_md.linear_scaling` and the other scalings. The fields are the same as in
     ``modeling_rope_utils.py`` of transformers 5.23, which has no "ntk" type. The results are the same up to float32
-    rounding.
+    rounding, with one exception: if all frequencies make more than ``beta_fast`` turns, "yarn" keeps them, as in the
+    paper, while transformers can divide all of them by the factor. This requires a very small base, such as 10.
     """
     fields = _checked_fields(rope_parameters)
     kind = _type(fields)

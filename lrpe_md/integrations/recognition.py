@@ -50,8 +50,9 @@ class Recognised:
             several axes or on none.
         axis_order: "major_first" if the slowest axis has the first channels, "minor_first" if the fastest axis has
             them, or None for any other order.
-        bases: base of the geometric series of each axis, or None if the series is not geometric. If a series does not
-            start at 1, the comment after the printed call gives its first frequency as a scale.
+        bases: base of the geometric series of each axis, or None if the series is not geometric or differs between
+            heads. If a series does not start at 1, the comment after the printed call gives its first frequency as a
+            scale.
         error: largest difference from the function, for x with a standard deviation of 1.
     """
 
@@ -165,10 +166,8 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
         values = {"pairs": name_pairs(stop - start, distance)}
         if stop - start < x.shape[-1]:
             values["rotary_dim"] = slice(start, stop) if start else stop
-    cos, sin, prefix = cos[0], sin[0], grid.prefix
-    if (cos[:, :prefix] - 1).abs().sum() + sin[:, :prefix].abs().sum() > _ANGLE:
-        raise Unlike(5, f"also rotates its first {prefix} tokens; set prefix to the number of unrotated tokens")
-    fitted = _fit(cos[:, prefix:], sin[:, prefix:], grid)
+    cos, sin = cos[0], sin[0]
+    fitted = _fit_grid(cos, sin, grid) if values else _fit_cosine(cos, sin, grid)
     kind: Any = "rotate" if values else "cosine"
     axes, order, bases, notes = _describe(fitted["omega"], "pairs" if values else "channels")
     arguments = Arguments(kind, {**fitted, **values}, notes)
@@ -176,6 +175,31 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     if not error < 20 * _ANGLE:
         raise Unlike(5, f"is not linear in x, or mixes tokens: the closest rotation differs by {error:.2g}")
     return Recognised(arguments, kind, axes, order, bases, error)
+
+
+def _fit_cosine(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
+    """Fit the arguments of cosine to the two halves of a function's output (H, N, C), in the simpler order."""
+    found: list[dict[str, Any]] = []
+    reasons = []
+    for halves, order in (((cos, sin), {}), ((sin, cos), {"order": "sin_cos"})):
+        try:
+            found.append({**_fit_grid(*halves, grid), **order})
+        except Unlike as e:
+            reasons.append(e)
+    if not found:
+        raise reasons[0]
+    fitted = min(found, key=lambda values: ("phase" in values, "inverse" in values))
+    if fitted.pop("inverse", False):  # cosine doesn't accept it
+        fitted |= {name: -fitted[name] for name in ("omega", "phase") if name in fitted}
+    return fitted
+
+
+def _fit_grid(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
+    """Check that the prefix is not rotated, and fit the arguments of rotate to the grid's tokens."""
+    prefix = grid.prefix
+    if (cos[:, :prefix] - 1).abs().sum() + sin[:, :prefix].abs().sum() > _ANGLE:
+        raise Unlike(5, f"also rotates its first {prefix} tokens; set prefix to the number of unrotated tokens")
+    return _fit(cos[:, prefix:], sin[:, prefix:], grid)
 
 
 def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
@@ -244,8 +268,11 @@ def _describe(omega: Tensor, unit: str) -> tuple[tuple[int | None, ...], str | N
     known = [a for a in axes if a is not None]
     orders = {"major_first": sorted(known), "minor_first": sorted(known, reverse=True)}
     order = next((name for name, each in orders.items() if each == known and len(set(known)) > 1), None)
-    series = [omega[0, [a == axis for a in axes], axis].abs() for axis in range(omega.shape[-1])]
-    bases, text = tuple(map(_find_base, series)), []
+    by_head = [omega[:, [a == axis for a in axes], axis].abs() for axis in range(omega.shape[-1])]
+    series = [values[0] for values in by_head]
+    is_same = [torch.allclose(values, values[:1], rtol=1e-3, atol=1e-6) for values in by_head]
+    bases = tuple(_find_base(values) if same else None for values, same in zip(series, is_same, strict=True))
+    text = []
     for axis, (base, values) in enumerate(zip(bases, series, strict=True)):
         if axis in axes:
             scale = f", scaled by {values[0]:.4g}" if base and abs(values[0] - 1) > 1e-4 else ""

@@ -77,9 +77,9 @@ class After:
         grid: a grid with positions that start at 0, or a table (N, K), for example of reordered tokens. For a table on
             a GPU, reading the largest positions synchronises.
         axes: axes on which to add the running position. None means all axes.
-        advance: axes that determine the next running position, which is 1 plus the grid's largest position on these
-            axes. None means the same as ``axes``. (1, 2) advances by the larger of height and width, regardless of the
-            number of frames (Qwen2-VL in transformers 5).
+        advance: axes that determine how far the running position advances, which is 1 plus the grid's largest position
+            on these axes, without the running position. None means the same as ``axes``. (1, 2) advances by the larger
+            of height and width, regardless of the number of frames (Qwen2-VL in transformers 5).
         whole: round the next running position up to an integer. Use this with fractional positions (V2PE).
     """
 

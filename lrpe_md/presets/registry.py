@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -414,8 +415,8 @@ SCHEMES: dict[str, Scheme] = {
     "mrope_interleave": Scheme(
         """MRoPE-I (arXiv 2510.23095): frequencies as in ``qwen3_vl``, but an image's h and w start at zero.
 
-        t continues from the tokens that precede the image. The next segment starts after the largest position in the
-        image. The option ``stride`` scales t.
+        t continues from the tokens that precede the image. The next segment starts where it would start if h and w
+        also continued from these tokens. The option ``stride`` scales t.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),
@@ -463,9 +464,9 @@ SCHEMES: dict[str, Scheme] = {
         advance=(0, 1, 2),
     ),
     "omnirope": Scheme(
-        """OmniGen2's Omni-RoPE (arXiv 2506.18871): sections as in ``qwen2_vl``, positions as in ``mrope_interleave``.
+        """OmniGen2's Omni-RoPE (arXiv 2506.18871): sections as in ``qwen2_vl``.
 
-        The segment after an image starts after the image's largest position.
+        Positions are the same as in ``mrope_interleave``.
         """,
         128, Axial((2, 3, 3), 1e4, axis_map="chunk"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),
@@ -575,6 +576,7 @@ def preset(
     if split is not None:
         check_split(split, frequencies.num_axes, f"{name}'s ")
         changes["split"] = tuple(split)
+    frequencies = replace(frequencies, **changes)
     made = make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(

@@ -175,6 +175,30 @@ def test_the_cosine_map():
     check(found, lambda x: cosine(x, omega=omega, positions=Grid(SHAPE)), (1, 2, N, D))
 
 
+@pytest.mark.parametrize("prefix", [0, 3])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("order", ["cos_sin", "sin_cos"])
+def test_both_orders_of_the_cosine_map(order, sign, prefix):
+    omega = sign * torch.rand(1, D, 2, generator=torch.manual_seed(0), dtype=torch.float64)
+    where = Grid(SHAPE, prefix=prefix)
+
+    def function(x):
+        return cosine(x, omega=omega, positions=where, order=order)
+
+    found = recognise(function, head_dim=D, shape=SHAPE, prefix=prefix)
+    torch.testing.assert_close(found.arguments["omega"], omega)
+    assert found.arguments.get("order", "cos_sin") == order
+    check(found, function, (1, 2, where.num_tokens, D))
+
+
+def test_no_base_for_heads_that_differ():
+    theta = torch.stack([geometric_theta(D // 2, base) for base in (100.0, 1000.0)])
+    where = Grid((20,))
+    found = recognise(lambda x: rotate(x, omega=theta[..., None], positions=where), head_dim=D, shape=20, num_heads=2)
+    assert found.bases == (None,)
+    assert str(found).endswith("# axis 0: 16 pairs")
+
+
 def test_high_frequencies_are_equal_on_the_grid():
     fast = torch.outer(torch.arange(20.0).double(), torch.linspace(2.0, 20.0, 16).double())
 

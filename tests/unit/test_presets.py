@@ -495,6 +495,17 @@ def test_changes():
     assert preset("mochi", num_heads=2, base=2.0).omega.norm(dim=-1).min() >= 0.49
 
 
+def test_a_split_for_a_head_dim_that_the_default_split_rejects():
+    p = preset("flux1", 50, split=(16, 2, 7))
+    assert (p.omega[0] != 0).sum(0).tolist() == [16, 2, 7]
+
+
+def test_decimal_intervals_reach_whole_positions():
+    frames = preset("qwen2_5_omni").positions((40, 1, 1), interval=1.16, rate=13)
+    expected = [i * 116 * 13 // 100 for i in range(40)]  # 377 for frame 25
+    assert table(frames)[:, 0].tolist() == expected
+
+
 BAD = {
     "unknown name": (r"name: .*got 'flux' \(did you mean 'flux1'", lambda: preset("flux")),
     "head_dim that can't be shared": (
