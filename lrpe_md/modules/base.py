@@ -197,6 +197,9 @@ class FrequencyModule(PreciseModule):
                 "scale the frequencies with module.adjust(ratio)"
             )
         super().__setattr__(name, value)
+        if name in ("omega", "amplitude") and f"trained_{name}" in self._buffers:
+            self._buffers[f"trained_{name}"] = value.detach().clone()  # adjust() must start from the new value
+            vars(self).pop("_channels_of_axes", None)
 
     def __init__(
         self,
