@@ -163,6 +163,11 @@ def explain_unknown(argument: str, name: Any, known: Iterable[str], expected: st
     return f"{argument}: unknown {name!r}; did you mean {close!r}? Expected {expected}"
 
 
+def explain_unknown_keyword(owner: str, name: str, when: str, advice: str) -> str:
+    """Return an error about a keyword argument that a module doesn't accept when you ``build`` or ``call`` it."""
+    return f"{name}: {owner} doesn't accept this argument when you {when} it{advice}"
+
+
 def check_reference(reference: Sequence[int | None], grid: Sequence[int], patch_size: Sequence[int]) -> None:
     """Raise an error if a reference size is so much larger than the patch grid that it is probably in pixels."""
     sizes = zip(reference, grid, patch_size, strict=True)
@@ -233,6 +238,12 @@ def check_at_least(least: int, **numbers: Any) -> None:
         if as_integer(number) is None or number < least:
             kind = {0: "a non-negative integer", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
             raise ValueError(f"{name}: expected {kind}, got {show_value(number)}")
+
+
+def check_boolean(name: str, value: Any) -> None:
+    """Check that an option is True or False. Truthy values such as tensors and strings are errors."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {show_value(value)}")
 
 
 def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
+from .checks import check_boolean
 from .engine.core.call import Act, Impl, Options, Order, Pairs, Positions
 from .engine.encode.dispatch import run_encoding, run_part
 from .engine.encode.output import take_target
@@ -228,6 +229,8 @@ def rotate(
 
     Sources: Su et al., RoFormer (arXiv 2104.09864); for several axes, RoPE-ViT (arXiv 2403.13298).
     """
+    if not isinstance(inverse, bool):
+        check_boolean("inverse", inverse)
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(
             rotate, omega=omega, positions=positions, tables=tables, prefix=prefix, pairs=pairs, rotary_dim=rotary_dim,

@@ -291,15 +291,15 @@ def _attend_causal(
         size = max(1, min(CHUNK, num_tokens))
         chunks = -(-num_tokens // size)
     else:
-        # Always pad by at least one token, because padding by 0 tokens would be traced as another graph.
-        size, chunks = CHUNK, num_tokens // CHUNK + 1
+        # Padding by 0 tokens, or a single chunk, would be traced as another graph.
+        size, chunks = CHUNK, num_tokens // CHUNK + 2
     pad = chunks * size - num_tokens
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
     weights = None
     if decay is None:
         through = _accumulate(before, _sum_keys(terms, operands))
     else:
-        logs = lay_out_decay(decay, num_tokens, terms.k).log()
+        logs = lay_out_decay(decay, num_tokens, terms.k).log().to(terms.k.dtype)
         logs = torch.nn.functional.pad(logs, (0, pad)).unflatten(2, (chunks, size))
         weights = multiply_decay(logs)
         through = before.join(_sum_decayed(terms, weights, operands), accumulate, multiply_decay(logs.sum(-1)))
@@ -444,7 +444,7 @@ def _scan_blocks(
 
     parts, decay = parts.map(order), order(decay)
     if transitions is None:
-        return before.join(parts, accumulate, multiply_decay(decay.log()))
+        return before.join(parts, accumulate, multiply_decay(decay.log().to(before.products.dtype)))
     of_blocks = zip(before, parts, transitions.map(order), strict=True)
     return _State(*(apply_delta_rule(start, part, a, decay) for start, part, a in of_blocks))
 
@@ -491,7 +491,8 @@ def _attend_packed(
     # One extra state serves the chunks without a sequence.
     first = before.map(lambda t: torch.cat([t, torch.zeros_like(t[:1])]))
     if decay is not None:
-        logs = cut(lay_out_decay(decay, num_tokens, terms.k).log()[..., None]).squeeze(-1)
+        logs = lay_out_decay(decay, num_tokens, terms.k).log().to(terms.k.dtype)
+        logs = cut(logs[..., None]).squeeze(-1)
         rows, z, after = _attend_packed_decaying(terms, first, logs, where.sequence, operands)
     else:
         rows, z, after = _attend_packed_plain(mask, terms, first, where.sequence, operands)

@@ -18,10 +18,13 @@ __all__ = ["accumulate", "apply_delta_rule", "lay_out_decay", "multiply_decay", 
 
 
 def lay_out_decay(decay: Tensor | None, num_blocks: int, like: Tensor) -> Tensor:
-    """Expand a decay per head (H,), or one per block, to (B or 1, H or 1, F) in the dtype of ``like``."""
+    """Expand a decay per head (H,), or one per block, to (B or 1, H or 1, F), in at least the dtype of ``like``.
+
+    A float64 decay keeps its dtype, because float32 would round the smallest factors to 0, whose logarithm is infinite.
+    """
     if decay is None:
         return like.new_ones(1, 1, num_blocks)
-    decay = decay.to(like.dtype)
+    decay = decay.to(torch.promote_types(decay.dtype, like.dtype))
     return decay[None, :, None].expand(-1, -1, num_blocks) if decay.ndim == 1 else decay
 
 
@@ -58,7 +61,7 @@ def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: 
     for f in range(parts.shape[2]):
         columns = state if state.ndim == 4 else state.unsqueeze(-1)
         kept = (columns - product(transitions[:, :, f], columns)).view(state.shape)
-        g = decay[:, :, f].reshape(*decay.shape[:2], *(1,) * (state.ndim - 2))
+        g = decay[:, :, f].to(state.dtype).reshape(*decay.shape[:2], *(1,) * (state.ndim - 2))
         state = g * kept + parts[:, :, f]
         series.append(state)
     return torch.stack(series, dim=2)

@@ -52,7 +52,6 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads")
 _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
 _WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
-_OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")  # of SDPA, in order
 
 
 # --- state shared by the forward methods of a model ------------------------------------------------------------------
@@ -285,15 +284,16 @@ class _Encoder:
         return True
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, path: str = "an attention", **options: Any
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, path: str = "an attention", **options: Any,
+    ) -> Tensor:  # fmt: skip
         """Encode q and k, and call ``scaled_dot_product_attention`` with the given arguments (except ``path``)."""
         self._note_call()
-        options.update(zip(_OPTIONS, args, strict=False))
+        options |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         _check_self_attention(path, query, key)
         encoding = getattr(self.adaptation.model, self.adaptation.name)
         encoding = encoding if self.layer is None else encoding[self.layer]
-        if options.get("is_causal"):
+        if is_causal:
             check_causal(encoding)
         q, k = encoding(query, key, positions=self.adaptation.locate(path))
         if q.shape[-1] == query.shape[-1]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_one_of, explain_unknown
+from ..checks import check_one_of, explain_unknown, join_names
 from ..engine.core.call import Act
 from ..engine.encode.validate import check_act
 from ..engine.linear.call import Description, NormalizerName
@@ -27,7 +27,7 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import After, Tokens, compose
 from ..presets.registry import RESERVED, list_presets, preset
-from ..presets.scheme import Axial, Preset, Scheme
+from ..presets.scheme import PRESET_OPTIONS, Axial, Preset, Scheme
 from ..reference import activate
 
 __all__ = [
@@ -200,15 +200,12 @@ def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
     return series.build(channels, heads, seed)[0].expand(heads, -1, -1)
 
 
-CHANGES = ("base", "split", "scaling", "rotary_dim", "seed")  # arguments of preset
-
-
 def _of_preset(encoding: str | Scheme | Preset, kwargs: dict[str, Any], head_dim: int, num_heads: int) -> Made:
     """Build a preset. All layers share it if nothing is learned, or if the scheme says so."""
     if "heads" in kwargs:
         raise ValueError(f"heads: expected None with a preset, got {kwargs['heads']!r}")
     _check_options(kwargs, encoding_options(encoding), "a preset")
-    changes = {key: kwargs.pop(key) for key in CHANGES if key in kwargs}
+    changes = {key: kwargs.pop(key) for key in PRESET_OPTIONS if key in kwargs}
     if isinstance(encoding, Preset):
         _check_made(encoding, changes, head_dim, num_heads)
         made, by_seed = encoding, False  # all layers start with its frequencies
@@ -229,8 +226,8 @@ def _of_preset(encoding: str | Scheme | Preset, kwargs: dict[str, Any], head_dim
 def _check_made(made: Preset, changes: dict[str, Any], head_dim: int, num_heads: int) -> None:
     if changes:
         raise ValueError(
-            f"encoding_kwargs: expected no {', '.join(CHANGES[:-1])} or {CHANGES[-1]} with a Preset, which is already "
-            f"built, got {changes}; pass the scheme or its name instead"
+            f"encoding_kwargs: expected no {join_names(PRESET_OPTIONS, 'or')} with a Preset, which is already built, "
+            f"got {changes}; pass the scheme or its name instead"
         )
     heads = max(made.omega.shape[0], 1 if made.phase is None else made.num_heads)
     if made.head_dim != head_dim or heads not in (1, num_heads):
@@ -274,7 +271,7 @@ def encoding_options(encoding: Any) -> set[str]:
     module = by_name.get(encoding, PresetMd) if isinstance(encoding, str) else PresetMd
     own = {*inspect.signature(module).parameters, "sharing"} - {"preset", "head_dim", "num_axes"}
     if module is PresetMd:
-        return {*own, *CHANGES} - {"num_heads"}
+        return {*own, *PRESET_OPTIONS} - {"num_heads"}
     return {*own, "heads", *(() if encoding == "mixed" else ("split", "remainder"))}
 
 

@@ -599,7 +599,10 @@ def complete(probe: Probe, plan: RotationPlan, xs: list[Tensor], leaves: list[Te
 
     with torch.enable_grad():
         inputs, grads = [t.requires_grad_() for t in (*xs, *leaves) if t.is_floating_point() or t.is_complex()], []
-        for outs in (ours(), probe.run(xs, leaves)):
+        answers = ours(), probe.run(xs, leaves)
+        if not are_close(*answers):
+            raise Unlike(5, _OTHERWISE)
+        for outs in answers:
             if not all(o.requires_grad for o in outs):
                 raise Unlike(6, "passes no gradient to the tensors that it rotates")
             weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).reshape(o.shape) for o in outs]

@@ -19,6 +19,7 @@ from ..checks import (
     check_frequencies,
     check_one_of,
     check_precise,
+    explain_unknown_keyword,
     is_real,
     or_one,
     plural,
@@ -81,7 +82,7 @@ def _log_magnitude(theta: Tensor) -> Tensor:
     return torch.where(theta == 0, 1.0, theta.abs()).log()
 
 
-def _explain_unknown_keyword(owner: str, name: str) -> str:
+def _explain_unknown_option(owner: str, name: str) -> str:
     """Return an error message for a keyword argument that the encoding modules don't accept."""
     remedies = {
         "cu_seqlens": f"for packed tokens, pass {WHOLE_PACK}",
@@ -90,13 +91,14 @@ def _explain_unknown_keyword(owner: str, name: str) -> str:
     }
     known = ("positions", "qkv", "num_key_heads", "inverse", "norm", "out", "out_start")
     advice = f"; {remedies[name]}" if name in remedies else suggest(name, known)
-    return f"{name}: {owner} doesn't accept this argument when you call it{advice}"
+    return explain_unknown_keyword(owner, name, "call", advice)
 
 
 class PreciseModule(nn.Module):
     """Module whose parameters and buffers keep their dtype through casts, without weight decay.
 
-    When a module made on the meta device is materialised, its parameters and buffers get their initial values.
+    When a module made on the meta device is materialised, or any module is emptied with ``to_empty``, its parameters
+    and buffers get their initial values.
     """
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
@@ -135,10 +137,12 @@ class PreciseModule(nn.Module):
             out = fn(t)
             return out if out.dtype == t.dtype else t.to(out.device)
 
-        was_meta = {name for name, t in self._owned().items() if t.is_meta}
+        # model.to_empty() reaches each module as a function that returns uninitialised tensors.
+        is_emptied = getattr(fn, "__code__", None) in nn.Module.to_empty.__code__.co_consts
+        was_empty = {name for name, t in self._owned().items() if is_emptied or t.is_meta}
         super()._apply(exact, recurse)
         for name, tensor in self._owned().items():
-            if name in was_meta and not tensor.is_meta:
+            if name in was_empty and not tensor.is_meta:
                 self._reset(name, tensor)
         self._mark()
         return self
@@ -197,6 +201,9 @@ class FrequencyModule(PreciseModule):
                 "scale the frequencies with module.adjust(ratio)"
             )
         super().__setattr__(name, value)
+        if name in ("omega", "amplitude") and f"trained_{name}" in self._buffers:
+            self._buffers[f"trained_{name}"] = value.detach().clone()  # adjust() must start from the new value
+            vars(self).pop("_channels_of_axes", None)
 
     def __init__(
         self,
@@ -518,7 +525,7 @@ class FrequencyModule(PreciseModule):
             ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
         if unknown:
-            raise TypeError(_explain_unknown_keyword(type(self).__name__, next(iter(unknown))))
+            raise TypeError(_explain_unknown_option(type(self).__name__, next(iter(unknown))))
         if attend is not None:
             return self._attend(attend, xs, positions, norm, out)
         if positions is None:

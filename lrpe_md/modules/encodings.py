@@ -245,6 +245,7 @@ class Rotate1d(RotateMd):
                     f"theta: expected the shape of the learned frequencies, {shape}, got {tuple(theta.shape)}"
                 )
             self.load_state_dict({"omega": values.flatten()} if learned == "omega" else {"theta": values}, strict=False)
+        vars(self).pop("_channels_of_axes", None)
         for name, value in (("omega", omega), ("amplitude", amplitude), ("ratio", 1.0)):
             for own in (self._buffers.get(name), self._buffers.get(f"trained_{name}")):
                 if own is not None:

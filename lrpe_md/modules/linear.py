@@ -10,7 +10,15 @@ from typing import Any, Literal, NoReturn, get_args
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_at_least, check_one_of, find_similar, is_finite_number, show_value, suggest
+from ..checks import (
+    check_at_least,
+    check_one_of,
+    explain_unknown_keyword,
+    find_similar,
+    is_finite_number,
+    show_value,
+    suggest,
+)
 from ..engine.core.call import Act
 from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import as_state, run_encoded
@@ -258,7 +266,7 @@ def _explain_misplaced_keyword(name: str, when: str, otherwise: str) -> str:
     elsewhere, advice = find_similar(name, options[otherwise]), suggest(name, options[when])
     if not advice and elsewhere is not None:
         advice = f"; pass {elsewhere} when you {otherwise} it"
-    return f"{name}: LinearAttention doesn't accept this argument when you {when} it{advice}"
+    return explain_unknown_keyword("LinearAttention", name, when, advice)
 
 
 def attend_with(

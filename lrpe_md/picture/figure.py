@@ -75,7 +75,7 @@ class View:
         token: grid coordinates of the marked token.
         head: head to draw.
         channels, frames: channels and frames to draw as angle maps.
-        needs_angles: whether the channels were passed, so that a figure without angle maps is an error.
+        chosen: ``channels`` or ``maps`` if one was passed, so that a figure without angle maps is an error.
         options: options of the positions, such as ``reference`` and ``fps``, for the title.
     """
 
@@ -86,7 +86,7 @@ class View:
     channels: list[int]
     frames: list[int]
     options: Mapping[str, Any]
-    needs_angles: bool
+    chosen: Mapping[str, Any]
 
     @property
     def text_name(self) -> str:
@@ -120,7 +120,7 @@ def make_view(
     head: int = 0,
     *,
     channels: Sequence[int] = (),
-    maps: int = 4,
+    maps: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> View:
     """Select what to draw. By default, mark the token at the centre of the grid, and choose ``maps`` channels.
@@ -130,14 +130,15 @@ def make_view(
     """
     token = layout.centre if token is None else token
     omega = data.of_head(subject.preset.omega, head)
-    shown = list(channels) or data.choose_channels(layout, omega, maps)
+    shown = list(channels) or data.choose_channels(layout, omega, 4 if maps is None else maps)
     if not shown:
         raise ValueError(
             f"shape: expected a grid on which {subject.preset.name} rotates at least one channel, got "
             f"{'x'.join(map(str, layout.shape))}"
         )
     frames = data.choose_frames(layout, token)
-    return View(subject, layout, token, head, shown, frames, options or {}, needs_angles=bool(channels))
+    chosen = {"channels": shown} if channels else {} if maps is None else {"maps": maps}
+    return View(subject, layout, token, head, shown, frames, options or {}, chosen)
 
 
 def lowest_similarity(views: Sequence[View], variants: int | None = None) -> float:
@@ -187,11 +188,12 @@ def choose_panels(views: Sequence[View], names: Sequence[str], is_comparison: bo
             what += " of sequences" if is_comparison and "slices" in missing else ""
             raise ValueError(f"panels: expected one or more of {', '.join(known)} for {what}, got {name!r}")
     panels = [name for name in known if not names or name in names]
-    if views[0].needs_angles and "angles" not in panels:
+    for name, value in views[0].chosen.items() if "angles" not in panels else ():
         advice = "draw one encoding at a time to see its angles" if is_comparison else "also draw the panel 'angles'"
         if is_comparison and len(views) == 1:
             advice = "pass the encoding itself instead of a list or dict to see its angles"
-        raise ValueError(f"channels: expected none for a figure without angle maps, got {views[0].channels}; {advice}")
+        expected = "none" if name == "channels" else "None"
+        raise ValueError(f"{name}: expected {expected} for a figure without angle maps, got {value}; {advice}")
     return panels
 
 

@@ -45,7 +45,7 @@ def show(
     head: int = 0,
     token: tuple[int, ...] | None = None,
     channels: Sequence[int] = (),
-    maps: int = 4,
+    maps: int | None = None,
     text: int = 0,
     panels: Sequence[str] = (),
     width: float | None = None,
@@ -73,7 +73,7 @@ def show(
         token: grid coordinates of the marked token, such as (h, w). The default is the middle token.
         channels: channels (cosine) or pairs (rotate) to plot angles for. By default, ``maps`` channels are chosen, with
             at least one for each axis.
-        maps: number of angle maps if ``channels`` is empty.
+        maps: number of angle maps if ``channels`` is empty. The default is 4.
         text: number of text (or class) tokens before the grid. If the scheme skips these tokens, as with RotateMd or ω,
             figures label them "prefix".
         panels: names of the panels to draw. By default, all panels are drawn, with a header and a footnote. The names
@@ -103,7 +103,7 @@ def show(
         from .figure import SAVED, draw, draw_comparison, make_view
     except ImportError as error:
         raise ImportError("show: needs matplotlib; run pip install 'lrpe-md[plots]'") from error
-    check_at_least(1, maps=maps)
+    check_at_least(1, maps=1 if maps is None else maps)
     check_at_least(0, text=text)
     _check_drawing(channels, panels, width, options)
 

@@ -19,7 +19,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_dense, describe_positions, fleeting, is_real, plural, show_value
+from ..checks import (
+    as_integer,
+    can_read,
+    check_at_least,
+    check_dense,
+    describe_positions,
+    fleeting,
+    is_real,
+    plural,
+    show_value,
+)
 from .coordinates import (
     Bound,
     Coordinates,
@@ -411,6 +421,9 @@ def grid_coordinates(
     if dtype == torch.float32 and affine is None:
         for size in sizes:
             check_reach(size - 1)
+        if origin is not None and origin.numel() and can_read(origin):  # reading a GPU tensor would synchronise
+            for size, first in zip(sizes, origin.reshape(-1, len(sizes)).unbind(-1), strict=True):
+                check_reach(max(int(first.max()) + size - 1, -int(first.min())))
     index = torch.arange(num_tokens, device=device) + (start - prefix)
     rotated = (index >= 0) & (index < math.prod(sizes))
     coords = _unravel(torch.where(rotated, index, 0), sizes)

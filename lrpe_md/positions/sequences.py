@@ -43,7 +43,7 @@ class Tokens:
         rule: where to place the tokens.
 
             - ``"skip"``: the tokens have no position, are not rotated and get no phase.
-            - ``"zero"``: all tokens are at the origin.
+            - ``"zero"``: all tokens are at the origin, so they are not rotated, but get a phase and an amplitude.
             - ``"axis"``: the tokens follow one another along one axis, and are at zero on the other axes.
             - ``"diagonal"``: the tokens follow one another along all axes at once.
         axis: axis number for ``"axis"``.

@@ -33,7 +33,7 @@ from .dicts import read_scheme, write_scheme
 from .fields import check_axis_numbers, check_fields
 from .functions import geometric, plain
 
-__all__ = ["Axial", "Dense", "Preset", "Scaling", "Scheme", "make_preset"]
+__all__ = ["PRESET_OPTIONS", "Axial", "Dense", "Preset", "Scaling", "Scheme", "make_preset"]
 
 Scaling = Callable[[Tensor], tuple[Tensor, float]]
 # Arguments of preset(), which are often passed to positions() by mistake
@@ -491,7 +491,7 @@ class Preset:
                 number += 1
             else:
                 parts.append(segment)
-        scaled = isinstance(self.amplitude, Tensor) or self.amplitude != 1
+        scaled = isinstance(self.amplitude, Tensor) or self.amplitude != 1 or self.phase is not None
         order = None
         if scheme.tokens_first:
             order = sorted(range(len(parts)), key=lambda i: not isinstance(parts[i], Tokens))
@@ -643,8 +643,7 @@ def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
 def _one_grid(parts: list[Segment], scaled: bool) -> Grid | Coordinates | None:
     """Return the sequence as a single grid or table with prefix and suffix, or None if this is impossible."""
     grids = [i for i, part in enumerate(parts) if not isinstance(part, Tokens)]
-    # A token at position zero is not rotated, but it is multiplied by the amplitude. Schemes with a phase have no
-    # tokens at zero.
+    # A token at position zero is not rotated, but it gets the amplitude and the phase, unlike a prefix.
     rules = ("skip",) if scaled else ("skip", "zero")
     still = all(part.rule in rules for part in parts if isinstance(part, Tokens))
     if len(grids) != 1 or not still:

@@ -59,6 +59,7 @@ PANELS = {
 # Options by argument of the library.
 OPTIONS = {
     "head_dim": "--head-dim", "num_heads": "--heads", "base": "--base", "panels": "--panel", "channels": "--channel",
+    "maps": "--maps",
 }  # fmt: skip
 IMPLIED = ("token", "segments", "shape", "reference")  # arguments for which the option depends on the call
 
@@ -101,7 +102,7 @@ def build_view(
     token: str | None = None,
     head: int = 0,
     channels: Sequence[int] = (),
-    maps: int = 4,
+    maps: int | None = None,
 ) -> View:
     """Build the view of a subject from options.
 
@@ -243,7 +244,9 @@ def main(
     text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
     channel: Annotated[list[int] | None, typer.Option(help="Channel or pair whose angles to plot; repeatable.")] = None,
-    maps: Annotated[int, typer.Option(min=1, help="Number of angle maps if you don't pass --channel.")] = 4,
+    maps: Annotated[
+        int | None, typer.Option(min=1, help="Number of angle maps if you don't pass --channel. (default: 4)")
+    ] = None,
     panel: Annotated[list[str] | None, PANEL] = None,
     width: Annotated[float | None, WIDTH] = None,
     out: Annotated[

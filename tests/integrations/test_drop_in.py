@@ -574,7 +574,7 @@ def test_negative_positions(launches):
     q, k, cos, sin = (torch.randn(*s) for s in ((2, 4, 6, 8), (2, 2, 6, 8), (9, 8), (9, 8)))
     positions = torch.tensor([[-1, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
     check_equal(rf.with_position_ids, drop_in(rf.with_position_ids), (q, k, cos, sin, positions), {}, launches)
-    with pytest.raises(TypeError, match="got clamp_positions, which"):
+    with pytest.raises(TypeError, match="got clamp_positions, which is a rotation for some sizes and values"):
         drop_in(clamp_positions)
 
 

@@ -9,7 +9,7 @@ import timm
 import torch
 from parametrizing import slow_except
 
-from lrpe_md import adapt, adapt_rotary
+from lrpe_md import adapt, adapt_rotary, linear_attention
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 SMALL = {"depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
@@ -141,3 +141,16 @@ def test_onnx_by_the_older_exporter(name, fused, tmp_path):
         block.attn.fused_attn = fused
     torch.onnx.export(model, (x,), str(tmp_path / "model.onnx"), dynamo=False)
     torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [None, torch.tensor([0.5, 0.9])])
+def test_causal_linear_attention_exported_for_any_length(decay):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return linear_attention(q, k, v, map=None, is_causal=True, decay=decay)
+
+    xs = torch.randn(3, 1, 2, 130, 8).unbind()
+    program = torch.export.export(Attention(), xs, dynamic_shapes=({2: DYNAMIC},) * 3)
+    for num_tokens in (2, 63, 64, 300):
+        xs = torch.randn(3, 1, 2, num_tokens, 8).unbind()
+        torch.testing.assert_close(program.module()(*xs), Attention()(*xs))

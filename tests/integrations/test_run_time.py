@@ -18,7 +18,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, RotateMd, adapt_rotary, preset, rotate
+from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, Rotate1d, RotateMd, adapt_rotary, preset, rotate
 from lrpe_md.frequencies import (
     dype_ntk_scaling,
     dype_yarn_scaling,
@@ -576,6 +576,24 @@ def test_frequencies_go_on_learning_while_they_are_scaled():
 
 
 @torch.no_grad()
+def test_replaced_frequencies_are_scaled():
+    module, halve = RotateMd(8, 2), partial(linear_scaling, factor=2.0)
+    set_scaling(module, halve)
+    omega = module.omega.flip(-1) * 3
+    module.omega, module.amplitude = omega.clone(), torch.full((1, 4), 3.0)
+    set_scaling(module, halve)
+    torch.testing.assert_close(module.get_omega(), omega / 2)
+    set_scaling(module, None)
+    torch.testing.assert_close(module.get_omega(), omega)
+    assert (module.amplitude == 3).all()
+
+    module, theta = Rotate1d(8, theta=torch.tensor([1.0, 0.5, 0.0, 0.0])), torch.tensor([1.0, 0.5, 0.25, 0.125])
+    set_scaling(module, halve)
+    module.set_frequencies(theta)
+    set_scaling(module, halve)
+    torch.testing.assert_close(module.omega.flatten(), theta / 2)
+
+
 def test_language_models():
     model = CausalLm(LmConfig(vocab_size=16, dim=32, depth=1, num_heads=2, num_kv_heads=1)).eval()
     tokens = torch.randint(0, 16, (1, 12))

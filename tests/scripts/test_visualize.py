@@ -131,7 +131,7 @@ def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
     result = run(*given, "--compare", "--out", str(tmp_path), "--dpi", "20")
     assert result.exit_code == 0, result.output
     assert result.output.strip() == str(tmp_path / "comparison.png")
-    figure = lrpe_md.show(names, token=None, maps=2)
+    figure = lrpe_md.show(names, token=None)
     assert len(similarity_limits(figure)) == 1
     titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
     assert [title.replace(",\n", ", ") for title in titles if title.startswith("$")] == [
@@ -375,6 +375,7 @@ def test_show_takes_the_options_of_the_command():
         ({"head": 1}, ValueError, "head: expected 0 to 0, got 1; for more heads, pass num_heads="),
         ({"channels": 3}, TypeError, r"channels: expected a list of integers, such as \[0, 8\], got 3"),
         ({"channels": [3], "panels": ["slices"]}, ValueError, r"without angle maps, got \[3\]; also draw the panel"),
+        ({"maps": 2, "panels": ["slices"]}, ValueError, "maps: expected None for .* angle maps, got 2; also draw"),
         ({"maps": 0}, ValueError, "maps: expected a positive integer, got 0"),
         ({"text": -1}, ValueError, "text: expected a non-negative integer, got -1"),
     )

@@ -1,5 +1,6 @@
 """Accuracy of the reference's angles, for positions of every dtype."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -121,3 +122,14 @@ def test_budget_needs_a_reference_of_the_same_shape():
     ones = torch.ones(2, 3)
     with pytest.raises(AssertionError, match="y"):
         budget_violation("y", ones, ones[0], ones.double())
+
+
+def test_budget_if_the_reference_overflows():
+    """An overflow of the reference allows no other value, and an overflow of the exact result is no error."""
+    exact = torch.tensor([1e6, 1.0, 100.0], dtype=torch.float64)
+    right, reference = torch.tensor([math.inf, 1.0, 100.0]).half(), torch.tensor([math.inf, 1.0, math.inf]).half()
+    assert budget_violation("y", right, reference, exact) is None
+    for i, wrong in ((0, 3.0), (0, -math.inf), (1, 5.0), (2, math.inf), (2, math.nan)):
+        actual = right.clone()
+        actual[i] = wrong
+        assert budget_violation("y", actual, reference, exact) is not None

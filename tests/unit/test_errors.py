@@ -386,6 +386,21 @@ BAD = {
         TypeError, "is_causal: expected True or False, got 'frames'; for",
         lambda: lrpe_md.linear_attention(x, x, x, map=None, is_causal="frames"),
     ),
+    "a name as return_state": (
+        TypeError, "return_state: expected True or False, got 'no'",
+        lambda: lrpe_md.linear_attention(x, x, x, map=None, return_state="no"),
+    ),
+    "a tensor as return_state": (
+        TypeError, "return_state: expected True or False, got a Tensor",
+        lambda: LinearAttention()(x, x, x, return_state=torch.tensor(True)),
+    ),
+    "a name as inverse": (
+        TypeError, "inverse: expected True or False, got 'no'", lambda: RotateMd(8)(x, positions=grid, inverse="no"),
+    ),
+    "a tensor as inverse": (
+        TypeError, "inverse: expected True or False, got a Tensor",
+        lambda: RotateMd(8)(x, positions=grid, inverse=torch.tensor(True)),
+    ),
     "a list of tokens to take": (
         TypeError, r"index: expected a tensor of shape \(n,\) or \(B, n\), got list", lambda: grid.take([0, 1]),
     ),

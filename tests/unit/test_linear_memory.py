@@ -543,3 +543,16 @@ def test_errors_of_head_decay(arguments, message):
 def test_decay_is_a_module():
     with pytest.raises(TypeError, match="pass a tensor to forward"):
         LinearAttention(CosineMd(head_dim=4, num_axes=1, act="relu"), decay=torch.ones(2))  # pyright: ignore
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"is_causal": True, "cu_seqlens": True}, {"block": 3}])
+@pytest.mark.parametrize("decay", [1e-46, 1e-300])
+def test_a_decay_that_float32_rounds_to_zero(decay, options):
+    q, k, v = torch.randn(3, 1, 2, 12, 8).unbind()
+    options = options | ({"cu_seqlens": torch.tensor([0, 5, 12])} if "cu_seqlens" in options else {})
+    g = torch.full((2,), decay, dtype=torch.float64, requires_grad=True)
+    o = linear_attention(q, k, v, map=None, decay=g, **options)
+    (grad,) = torch.autograd.grad(o.sum(), g)
+    exact = linear_attention(q.double(), k.double(), v.double(), map=None, decay=g, **options)
+    torch.testing.assert_close(o.double(), exact, rtol=1e-4, atol=1e-4)
+    assert grad.isfinite().all()

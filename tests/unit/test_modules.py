@@ -95,6 +95,17 @@ def test_meta_device(cls, kwargs):
         assert torch.equal(t, tensors(real)[name]), name
 
 
+def test_a_module_that_is_emptied(cls, kwargs):
+    model = nn.Sequential(nn.Linear(8, 8), cls(8, 2, **kwargs))
+    expected = {name: t.clone() for name, t in tensors(model[1]).items()}
+    with torch.no_grad():
+        for t in tensors(model[1]).values():
+            t.fill_(torch.nan)
+    model.to_empty(device="cpu")
+    for name, t in tensors(model[1]).items():
+        assert torch.equal(t, expected[name]), name
+
+
 def test_meta_device_then_assigned_state_dict(cls, kwargs):
     real = nn.Sequential(nn.Linear(8, 8), cls(8, 2, **kwargs))
     with torch.device("meta"):

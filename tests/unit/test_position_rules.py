@@ -285,6 +285,8 @@ def test_casts_that_would_round():
         lambda: Coordinates(-coords).to(dtype=torch.float32),
         lambda: Grid((1, 2**24 + 2), start=5, length=1).coordinates(dtype=torch.float32),
         lambda: Grid((2**24 + 2,), start=5, length=1).explicit(dtype=torch.float32),
+        lambda: Grid((2, 4), origin=torch.tensor([0, 2**24 - 2])).coordinates(dtype=torch.float32),
+        lambda: Grid((4,), origin=torch.tensor([[0], [-(2**24) - 1]])).coordinates(dtype=torch.float32),
     ):
         with pytest.raises(ValueError, match=message):
             cast()

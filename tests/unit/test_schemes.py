@@ -1,5 +1,6 @@
 """Create, register, serialise and draw custom schemes."""
 
+import inspect
 import json
 import math
 import re
@@ -29,6 +30,7 @@ from lrpe_md import (
 from lrpe_md.frequencies import mixed_omega, ntk_scaling
 from lrpe_md.presets import FUNCTIONS, SCHEMES
 from lrpe_md.presets.registry import REGISTERED
+from lrpe_md.presets.scheme import PRESET_OPTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -560,3 +562,18 @@ def test_show_on_a_dark_background(tmp_path):
     assert sum(light.get_facecolor()[:3]) > 2.9
     assert sum(dark.get_facecolor()[:3]) < 0.6
     assert sum(map(float, colors.to_rgb(dark.axes[0].title.get_color()))) > 2
+
+
+def test_tokens_at_zero_have_the_phase_next_to_any_segments():
+    scheme = Scheme("doc", 8, Axial((1, 1), 50.0), tokens=Tokens(0, "zero"), map="cosine", act="softplus", phase="k")
+    module = PresetMd(preset(scheme, 8, 2))
+    torch.nn.init.normal_(module.phase)
+    x = torch.randn(1, 2, 8, 8)
+    _, one = module(x, x, positions=module.preset.positions(2, (2, 3)))
+    _, two = module(x, x, positions=module.preset.positions(2, (1, 3), (1, 3)))
+    torch.testing.assert_close(one[:, :, :2], two[:, :, :2])
+
+
+def test_preset_options_are_those_of_preset():
+    keywords = [p.name for p in inspect.signature(preset).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert list(PRESET_OPTIONS) == keywords

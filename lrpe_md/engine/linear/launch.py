@@ -270,7 +270,7 @@ class LaunchInputs:
         self.decay_per_head = False
         if call.attention.mask == "causal" and self.decay is not None:
             self.decay_per_head = self.decay.ndim == 1
-            logs = self.decay.detach().to(self.acc).log()
+            logs = self.decay.detach().to(torch.promote_types(self.decay.dtype, self.acc)).log().to(self.acc)
             logs = logs[None, :, None] if self.decay_per_head else logs
             self.log_decay = logs.expand(sizes.batch, sizes.groups, sizes.num_keys)
         self.need_dangles = needs.omega or needs.phase_q or needs.phase_k

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...checks import (
     can_read,
+    check_boolean,
     check_boundaries,
     check_dense,
     check_offsets,
@@ -93,6 +94,7 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
     check_act(options.act, options.dim)
     check_normalizer(options.normalizer, options.act)
     check_eps(options.eps)
+    check_boolean("return_state", options.return_state)
     block, causal = options.block, options.is_causal
     if isinstance(causal, str) or (isinstance(causal, Tensor) and causal.numel() != 1):
         raise TypeError(
