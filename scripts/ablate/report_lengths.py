@@ -38,8 +38,8 @@ def names(results: pd.DataFrame) -> Any:
 
 
 def mean_and_std(results: Any, key: str) -> Any:
-    """Return the mean and standard deviation over the seeds, for each name and each value of a column."""
-    return results.groupby(["name", key])["value"].agg(["mean", "std"]).fillna(0)
+    """Return the mean, the standard deviation (0 for one seed) and the number of the seeds, by name and a column."""
+    return results.groupby(["name", key])["value"].agg(["mean", "std", "count"]).fillna(0)
 
 
 def ranking(results: Any) -> list[str]:
@@ -89,7 +89,10 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     stats, fixed = mean_and_std(whole, "length"), whole.drop_duplicates("name").set_index("name")
     lengths = sorted(whole.length.unique())
     scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
-    cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
+
+    def cell(mean: float, std: float, count: int) -> str:
+        return f"{mean:.3f}" + (f" ± {std:.3f}" if count > 1 else "")
+
     seconds = results.drop_duplicates([*KEYS, "seed"]).train_seconds
     lines = [
         f"The table lists bits per byte of held-out text, {scheme}. Columns are lengths in bytes, and rows are "
@@ -101,8 +104,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     if skipped := skipped_lengths(training.get("lengths", DEFAULT_LENGTHS), lengths):
         lines[0] += f" Lengths without results, because they are too long for the held-out text: {skipped}."
     rows = [
-        [name, f"{fixed.params[name]:,}", *(cell.format(*stats.loc[(name, n)]) for n in lengths)]
-        for name in ranking(results)
+        [name, f"{fixed.params[name]:,}", *(cell(*stats.loc[(name, n)]) for n in lengths)] for name in ranking(results)
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += _differences(whole, baseline, lengths)

@@ -54,10 +54,10 @@ def subtract(results: Any, base: Any, common: list[str], keys: list[str], level:
     where = [*common, "seed"]
     paired = results.join(base.set_index(where)["value"].rename("base"), on=where, how="inner")
     paired = paired.reset_index(drop=True)  # without rows in common, pandas names the index after ``where``
-    groups = paired.assign(gap=paired.value - paired.base).groupby(keys, sort=False)["gap"]
-    found = groups.agg(["mean", "std", "count"])
+    groups = paired.assign(gap=paired.value - paired.base, most=paired.value.abs()).groupby(keys, sort=False)
+    found = groups["gap"].agg(["mean", "std", "count"])
     # Accuracies on few test images tie by chance. An interval of zero width would look like certainty.
-    rounding = 1e-6 * paired.value.abs().max()
+    rounding = 1e-6 * groups["most"].max()
     found["std"] = found["std"].where(found["std"] > rounding)
     width = student.ppf((1 + level) / 2, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
     return pd.DataFrame({"mean": found["mean"], "half": width, "pairs": found["count"]})

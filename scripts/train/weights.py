@@ -14,6 +14,7 @@ import typer
 from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
+from timm.layers.pos_embed import resample_abs_pos_embed
 from timm.models import (  # pyright: ignore[reportPrivateImportUsage]
     adapt_input_conv,
     get_pretrained_cfg,
@@ -81,7 +82,7 @@ def start_from(
     trained_pixels = None if before else _find_other_pixels(settings, found)
     if trained_pixels:
         found = _convert_pixels(found, *trained_pixels)
-    found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
+    found = _fit(found, model, _find_table_grid(before)) if isinstance(model, LrpeVisionTransformer) else dict(found)
     dropped = {"pos_embed"} & in_file.keys() - found.keys()
     for name, module in model.named_modules():
         if isinstance(module, FrequencyModule):
@@ -89,7 +90,8 @@ def start_from(
             own.update({key: value for key, value in found.items() if key == f"{name}.sign"})
     # Skip a head with a different number of rows, because the classes differ.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
-    wrong = [
+    wrong = _describe_other_table(model, _find_table_grid(before)) if "pos_embed" in fits else []
+    wrong += [
         f"{name} is {in_file.get(name, tuple(found[name].shape))} in the file and {tuple(own[name].shape)} in the model"
         for name in found.keys() & own.keys() - fits.keys()
         if not name.startswith(("head.", "encoding."))
@@ -139,6 +141,25 @@ def _find_trained_grid(before: dict[str, Any], weights: dict[str, Tensor]) -> tu
     return None if side is None else (side, side)
 
 
+def _find_table_grid(settings: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the patch grid of a run's position table, or None for other weights."""
+    return _find_grid({**settings, "reference": ""}) if {"size", "patch"} <= settings.keys() else None
+
+
+def _describe_other_table(model: nn.Module, trained: tuple[int, ...] | None) -> list[str]:
+    """Describe a position table for another grid than the video model's that has the same number of patches."""
+    if not isinstance(model, LrpeVideoTransformer) or trained is None:
+        return []
+    grid: tuple[int, ...] = model.patch_embed.grid_size
+    if trained == grid[-len(trained) :]:
+        return []
+    return [f"pos_embed has a grid of {_show_grid(trained)} in the file and {_show_grid(grid)} in the model"]
+
+
+def _show_grid(grid: Iterable[int]) -> str:
+    return "×".join(map(str, grid))
+
+
 def _describe_grids(trained: tuple[int, ...] | None, settings: dict[str, Any], *, is_run: bool) -> str | None:
     """Describe the trained patch grid if this training's grid may differ, or return None.
 
@@ -161,7 +182,7 @@ def _describe_grids(trained: tuple[int, ...] | None, settings: dict[str, Any], *
     if frames and height != width:  # --reference of `train video` is square
         return None
     reference = "x".join([*(str(number * settings["tubelet"]) for number in frames), show_size(height, width)])
-    trained_text, grid_text = ("×".join(map(str, each)) for each in (recorded, grid))
+    trained_text, grid_text = _show_grid(recorded), _show_grid(grid)
     given = settings["reference"]
     ours = f"--reference {given} maps positions onto" if given else "this training has"
     return (
@@ -348,8 +369,13 @@ def _convert_pixels(found: dict[str, Tensor], mean: tuple[float, ...], std: tupl
     return {**found, **converted}
 
 
-def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, Any]:
-    """Rename weights to the model's names, and resample the weights to the model's sizes."""
+def _fit(
+    found: dict[str, Tensor], model: LrpeVisionTransformer, table_grid: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """Rename weights to the model's names, and resample the weights to the model's sizes.
+
+    ``table_grid`` is the patch grid of a run's position table. If it is None, timm assumes a square grid.
+    """
     found = dict(found)
     kernel, table = found.get("patch_embed.proj.weight"), found.get("pos_embed")
     channels = model.patch_embed.proj.weight.shape[1]
@@ -358,8 +384,11 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
             found["patch_embed.proj.weight"] = kernel.expand(-1, channels, -1, -1) / channels
         elif kernel.shape[1] == 3:
             found["patch_embed.proj.weight"] = adapt_input_conv(channels, kernel)
+    tables: dict[str, Tensor] = {}
     if model.pos_embed is None:
         found.pop("pos_embed", None)
+    elif table is not None and table_grid is not None and not isinstance(model, LrpeVideoTransformer):
+        tables["pos_embed"] = _fit_table(found.pop("pos_embed"), table_grid, model)
     elif table is not None and model.num_prefix_tokens == 0:
         found["pos_embed"] = table[:, _count_prefix_rows(found) :]
     found = rename_final_norm(found, model)
@@ -371,7 +400,15 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
         for name in model.state_dict().keys() - found.keys()
         if name.startswith("encoding.") or name.endswith(".decay.logit")
     }
-    return {name: value for name, value in filtered.items() if name not in added}
+    return {name: value for name, value in filtered.items() if name not in added} | tables
+
+
+def _fit_table(table: Tensor, grid: tuple[int, ...], model: LrpeVisionTransformer) -> Tensor:
+    """Resample a position table of an image run to the model's patch grid. Drop the rows of prefix tokens it lacks."""
+    prefix, own = table.shape[1] - math.prod(grid), model.patch_embed.grid_size
+    if model.num_prefix_tokens == 0 or model.no_embed_class:
+        table, prefix = table[:, prefix:], 0
+    return resample_abs_pos_embed(table, list(own), list(grid), num_prefix_tokens=prefix)
 
 
 def export_weights(trainer: Trainer) -> None:

@@ -263,6 +263,14 @@ def test_equal_differences_have_no_interval():
     assert sentence not in report_sizes.explain_intervals(found)
 
 
+def test_an_interval_does_not_depend_on_other_encodings():
+    values = {("rotate", "8x8"): [0.150, 0.152], ("cosine", "8x8"): [0.151, 0.1535]}
+    alone = report_sizes.difference(frame(values), "rotate")
+    diverged = report_sizes.difference(frame({**values, ("none", "8x8"): [5e4, 6e4]}), "rotate")
+    pd.testing.assert_frame_equal(diverged.loc[["cosine"]], alone)
+    assert alone["half"].notna().all()
+
+
 @pytest.mark.parametrize("task", ["image", "lm", "recall"])
 def test_a_report_against_another_folder(tmp_path, task):
     here, there = tmp_path / "here", tmp_path / "there"

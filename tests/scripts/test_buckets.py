@@ -150,10 +150,11 @@ def encoding() -> Encoding:
     return Encoding(EncoderSize(16, 1, 2, 32))
 
 
-def test_a_turned_photograph_is_measured_upright(tmp_path):
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif"])
+def test_a_turned_photograph_is_measured_upright(tmp_path, suffix):
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
-    Image.new("RGB", (16, 8)).save(tmp_path / "a.jpg", exif=exif)
+    Image.new("RGB", (16, 8)).save(tmp_path / f"a.{suffix}", exif=exif)
     pictures = open_pictures(tmp_path, Split(4))
     assert pictures.measure(0) == (16, 8)
     assert pictures.open(0).size == (8, 16)

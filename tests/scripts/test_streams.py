@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import datasets
@@ -16,6 +17,7 @@ from lrpe_md.scripts.train.data import images as image_data
 from lrpe_md.scripts.train.data import streams
 from lrpe_md.scripts.train.data.augment import build_transform, read_batch, seeded
 from lrpe_md.scripts.train.data.images import Images, list_folder, load_images, load_stream
+from lrpe_md.scripts.train.data.streamed import open_streamed
 from lrpe_md.scripts.train.data.streams import (
     HubSource,
     ShardSource,
@@ -179,6 +181,42 @@ def test_classes_by_number_and_by_name(shards, hub):
         assert (len(data.train), len(data.test), data.num_classes) == (32, 8, 2)
         assert data.classes == ("top", "bottom")  # in numerical order
         assert data.test.labels.tolist() == [0, 1] * 4
+
+
+@pytest.mark.parametrize("value", [-1, None, float("nan"), ["top"]])
+def test_samples_without_a_class_are_refused(shards, value, monkeypatch):
+    """ClassLabel stores -1 or None for a sample without a class."""
+    values = [0, value] * 20
+    monkeypatch.setattr(ShardSource, "list_values", lambda self, name: values)
+    train, test = split_source(ShardSource(find_shards(shards)[0]), None, 4)
+    message = rf"--label kind: expected a name or a non-negative number .*, got {re.escape(repr(value))}"
+    with pytest.raises(StreamError, match=message):
+        number_classes(train, test, "kind")
+    with pytest.raises(StreamError, match=message):
+        open_streamed(shards, "labels", "kind")
+
+
+@pytest.mark.parametrize("caption", [None, ["one", "two"]])
+def test_captions_that_are_not_text_are_refused(tmp_path, caption):
+    rows = {"image": [picture(0), picture(1)], "text": [caption, caption]}
+    datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "hub"))
+    with pytest.raises(StreamError, match=rf"row 0: expected text as the caption, got {re.escape(repr(caption))}"):
+        open_streamed(tmp_path / "hub", "captions", "")
+
+
+def test_samples_without_an_image_are_refused(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "train-0.tar")) as writer:
+        writer.write({"__key__": "a", "png": encode(picture(0)), "cls": "0"})
+        writer.write({"__key__": "b", "cls": "1"})
+    rows = {"image": [picture(0), None], "label": [0, 1]}
+    datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "hub"))
+    for source in (streams.open_source(tmp_path)[0], streams.open_source(tmp_path / "hub")[0]):
+        stream = Stream(source, np.arange(2))
+        assert stream.open(0).tobytes() == picture(0).tobytes()
+        assert stream.measure(0) == (12, 10)
+        for read in (stream.open, stream.measure, streams.LabelledStream(stream, np.arange(2)).__getitem__):
+            with pytest.raises(DataError, match="expected an image, got none"):
+                read(1)
 
 
 def test_hugging_face_data_sets(hub, tmp_path):

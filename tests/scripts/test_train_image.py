@@ -1,6 +1,7 @@
 """Training the image model on synthetic images, and the ViT's positions on a reference grid."""
 
 import gzip
+import io
 import json
 import shutil
 import struct
@@ -27,7 +28,7 @@ from lrpe_md.scripts.train.data.images import (
     shifted,
 )
 from lrpe_md.scripts.train.data.pictures import load_classes
-from lrpe_md.scripts.train.data.streams import is_stream
+from lrpe_md.scripts.train.data.streams import is_stream, open_image
 from lrpe_md.scripts.train.encodings import IMAGES
 from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import image as train_image
@@ -36,6 +37,7 @@ from lrpe_md.scripts.train.weights import start_from
 from parametrizing import slow_except
 from PIL import Image
 from torch import nn
+from torch.nn import functional as F
 from train_commands import die_after, flags, output_of, with_options
 
 from lrpe_md import CosineMd, Grid
@@ -172,6 +174,12 @@ def test_transparent_and_16_bit_images_are_read_alike_with_and_without_streaming
     for images in (loaded.train.images, loaded.test.images, streamed.test.images):
         assert images.unique_consecutive().tolist() == [255, 128]
     assert [np.unique(streamed.train[i][0]).tolist() for i in range(2)] == [[255], [128]]
+
+
+def test_a_transparent_value_of_a_16_bit_image_becomes_white():
+    file = io.BytesIO()
+    Image.fromarray(np.array([[256, 511], [512, 65535]], np.uint16)).save(file, "PNG", transparency=511)
+    assert np.asarray(open_image(file.getvalue()))[..., 0].tolist() == [[1, 255], [2, 255]]
 
 
 @pytest.mark.parametrize("write", [write_folders, write_flat])
@@ -750,6 +758,27 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
     torch.testing.assert_close(found["pos_embed"], table)
     assert found.keys() == before.keys()
     assert f"Starting from {path} (new: head; left out: cls_token, head)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("trained", "size"), [((2, 8), (4, 4)), ((2, 8), (2, 9)), ((3, 5), (3, 5)), ((3, 5), (3, 6))])
+@pytest.mark.parametrize("class_token", [False, True])
+def test_a_position_table_is_resampled_from_the_grid_of_its_run(tmp_path, trained, size, class_token):
+    """(4, 4) has as many patches as (2, 8), and a table with a class token and (3, 5) has a square number of rows."""
+    pooling = {"class_token": True, "global_pool": "token"} if class_token else {"class_token": False}
+    options = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 2, "absolute": "learned"}
+    options |= {"encoding": None, "global_pool": "avg", **pooling}
+    first, second = (
+        lrpe_vit_tiny_patch16_224(img_size=[4 * side for side in grid], **options) for grid in (trained, size)
+    )
+    weights = random_weights(first)
+    settings = {"settings": json.dumps({"size": "x".join(str(4 * side) for side in trained), "patch": 4})}
+    safetensors.torch.save_file(weights, tmp_path / "w.safetensors", settings)
+    start_from(second, tmp_path / "w.safetensors")
+    table = weights["pos_embed"].double()
+    patches = table[:, class_token:].mT.unflatten(2, trained)
+    expected = F.interpolate(patches, size=size, mode="bicubic", antialias=True).flatten(2).mT
+    expected = torch.cat([table[:, :class_token], expected], 1)
+    torch.testing.assert_close(second.pos_embed.double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "vit_base_patch16_clip_224", "deit3_small_patch16_224"])

@@ -226,7 +226,7 @@ def test_measure_by_length_and_position(model_and_text: tuple) -> None:
 
 
 def test_text_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
-    for name, content in {"b.txt": "b" * 60, "a/x.md": "é" * 20, "c.py": "no", ".git/x.txt": "no"}.items():
+    for name, content in {"b.txt": "b" * 60, "a/x.MD": "é" * 20, "c.py": "no", ".git/x.txt": "no"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content, encoding="utf-8")
     text = load_text(tmp_path)

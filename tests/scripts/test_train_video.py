@@ -693,6 +693,20 @@ def test_a_position_table_of_another_size_names_the_size(tmp_path):
         start_from(LrpeVideoTransformer(img_size=8, tubelet_size=2, **options), tmp_path / "image.pt")
 
 
+def test_a_position_table_of_another_grid_of_the_same_size_is_refused(tmp_path):
+    options = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 2, "absolute": "learned"}
+    options |= {"tubelet_size": 2, "class_token": False, "global_pool": "avg"}
+    weights = LrpeVideoTransformer(img_size=16, num_frames=2, **options).state_dict()
+    settings = {"size": 16, "frames": 2, "patch": 4, "tubelet": 2}
+    safetensors.torch.save_file(weights, tmp_path / "w.safetensors", {"settings": json.dumps(settings)})
+    start_from(LrpeVideoTransformer(img_size=16, num_frames=2, **options), tmp_path / "w.safetensors")
+    longer = LrpeVideoTransformer(img_size=8, num_frames=8, **options)
+    assert longer.pos_embed.shape == weights["pos_embed"].shape
+    message = "pass --frames 2 --size 16, or .*pos_embed has a grid of 1×4×4 in the file and 4×2×2 in the model"
+    with pytest.raises(typer.BadParameter, match=message):
+        start_from(longer, tmp_path / "w.safetensors", {**settings, "size": 8, "frames": 8})
+
+
 @needs_decoder
 def test_run_weights_that_do_not_fit_name_a_remedy_that_works(footage, tmp_path, capsys):
     """Save weights with the settings of image runs and video runs, as `train` exports them."""

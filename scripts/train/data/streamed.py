@@ -13,7 +13,7 @@ import typer
 from PIL import Image
 
 from .records import Records
-from .streams import Stream, open_source
+from .streams import Source, Stream, StreamError, check_classes, open_source
 
 Streams = Sequence[Stream]
 
@@ -42,9 +42,11 @@ def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any,
     captions, labels, classes = None, None, ()
     has_captions = all("caption" in source.fields for source in sources)
     if condition == "captions" or (condition == "auto" and has_captions and not label):
-        captions = [str(value) for source in sources for value in source.list_values("caption")]
+        captions = [caption for source in sources for caption in _captions(source)]
     elif condition == "labels" or (condition == "auto" and (label or all("label" in s.fields for s in sources))):
-        labels, classes = _number([value for source in sources for value in source.list_values(label or "label")])
+        values = [value for source in sources for value in source.list_values(label or "label")]
+        check_classes(values, label or "label")
+        labels, classes = _number(values)
         classes = train.class_names(label or "label") or classes
     value = 0
     for stream in streams:
@@ -52,10 +54,21 @@ def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any,
     return Records(names, captions, labels, classes, tests), partial(_open, streams), partial(_measure, streams), value
 
 
+def _captions(source: Source) -> list[str]:
+    captions = source.list_values("caption")
+    wrong = next((index for index, caption in enumerate(captions) if not isinstance(caption, str)), None)
+    if wrong is not None:
+        raise StreamError(
+            f"{source.locate(wrong)}: expected text as the caption, got {captions[wrong]!r}; repair or remove "
+            "the sample"
+        )
+    return captions
+
+
 def _number(values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return the class number of each sample, and the sorted class names. Integer classes keep their numbers."""
     unique = set(values)
-    if all(isinstance(value, int) for value in unique) and min(unique) >= 0:
+    if all(isinstance(value, int) for value in unique):
         return np.array(values, np.int64), tuple(map(str, range(max(unique) + 1)))
     names = sorted(set(map(str, unique)))
     number = {name: i for i, name in enumerate(names)}
@@ -72,7 +85,7 @@ def _find(streams: Streams, index: int) -> tuple[Stream, int]:
 
 def _open(streams: Streams, index: int) -> Image.Image:
     stream, number = _find(streams, index)
-    return stream[number]["image"]
+    return stream.open(number)
 
 
 def _measure(streams: Streams, index: int) -> tuple[int, int]:

@@ -103,6 +103,10 @@ class Stream:
         """
         return self._try(self.source.read, index)
 
+    def open(self, index: int) -> Image.Image:
+        """Return a sample's image. Raise :class:`.DataError` if it is missing or can't be read."""
+        return self._try(lambda number: _require_image(self.source.read(number).get("image")), index)
+
     def measure(self, index: int) -> tuple[int, int]:
         """Return the height and width of a sample's image."""
         return self._try(self.source.measure, index)
@@ -123,6 +127,12 @@ class Stream:
         return zlib.crc32(self.indices.astype(np.int64).tobytes(), self.source.hash_content())
 
 
+def _require_image(content: T | None) -> T:
+    if content is None:
+        raise ValueError("expected an image, got none")
+    return content
+
+
 def open_image(content: bytes | Path | Image.Image) -> Image.Image:
     """Read an image as 8-bit RGB. Rotate it upright, and make transparent pixels white.
 
@@ -136,7 +146,9 @@ def open_image(content: bytes | Path | Image.Image) -> Image.Image:
     if image.mode == "F":
         raise ValueError("expected integer pixels, got floats; save the image with 8 or 16 bits")
     if image.mode.startswith("I"):  # Pillow would clip 16-bit pixels to 255
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
+        values, transparent = np.asarray(image), image.info.get("transparency", -1)
+        pixels = (values.clip(0, 65535) >> 8).astype(np.uint8)
+        image = Image.fromarray(np.where(values == transparent, np.uint8(255), pixels))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
@@ -151,7 +163,8 @@ def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
     width, height = image.size
     # Skip PNGs without EXIF data in the header. Pillow would decode the pixels to look for EXIF data after the pixels.
     exif: Any = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
-    is_turned = exif.get(ExifTags.Base.Orientation, 1) > 4
+    tags: Any = getattr(image, "tag_v2", {})  # of a TIFF, whose size newer versions of Pillow have already turned
+    is_turned = exif.get(ExifTags.Base.Orientation, 1) > 4 and tags.get(ExifTags.Base.ImageWidth, width) == width
     return (width, height) if is_turned else (height, width)
 
 
@@ -285,8 +298,8 @@ class ShardSource:
 
     def measure(self, index: int) -> tuple[int, int]:
         shard, sample = self._find(index)
-        name = next(name for name in IMAGE_FIELDS if name in shard.fields and shard.has(sample, name))
-        return measure_image(shard.read(sample, name))
+        names = (name for name in IMAGE_FIELDS if name in shard.fields and shard.has(sample, name))
+        return measure_image(shard.read(sample, _require_image(next(names, None))))
 
     def list_values(self, name: str) -> list[Any]:
         values, names = [], {"label": ("cls",), "caption": CAPTION_FIELDS}.get(name, ("json",))
@@ -390,7 +403,7 @@ class HubSource:
         row: dict[str, Any] = self.data[index]
         found = {self.renamed.get(key, key): value for key, value in row.items()}
         if "image" in found:
-            found["image"] = open_image(found["image"])
+            found["image"] = open_image(_require_image(found["image"]))
         return found
 
     @property
@@ -402,7 +415,7 @@ class HubSource:
         import datasets
 
         column = next(key for key, name in self.renamed.items() if name == "image")
-        row = self.data.cast_column(column, datasets.Image(decode=False))[index][column]
+        row = _require_image(self.data.cast_column(column, datasets.Image(decode=False))[index][column])
         return measure_image(row["bytes"] or Path(row["path"]))
 
     def locate(self, index: int) -> str:
@@ -506,11 +519,22 @@ class LabelledStream:
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         """Return a sample's image and class."""
-        return self.stream[index]["image"], int(self.classes[index])
+        return self.stream.open(index), int(self.classes[index])
 
     @property
     def digest(self) -> int:
         return zlib.crc32(self.classes.tobytes(), self.stream.digest)
+
+
+def check_classes(values: Sequence[Any], label: str) -> None:
+    """Reject values that can't be classes, such as the -1 or None of a sample without a class."""
+    for value in values:
+        is_class = isinstance(value, (str, int, float)) and value == value
+        if not is_class or (isinstance(value, int) and value < 0):
+            raise StreamError(
+                f"--label {label}: expected a name or a non-negative number as the class of each sample, got {value!r}"
+                "; remove the samples without a class"
+            )
 
 
 def number_classes(
@@ -522,14 +546,13 @@ def number_classes(
     """
     values = {id(each.source): each.source.list_values(label) for each in (train, test)}
     found = [values[id(each.source)] for each in (train, test)]
+    check_classes([*found[0], *found[1]], label)
     unique = set(found[0]) | set(found[1])
     if all(isinstance(value, int) for value in unique):
-        if min(unique) < 0:
-            raise StreamError(f"--label {label}: expected non-negative classes, got {min(unique)}")
         number, total = {value: value for value in unique}, max(unique) + 1
         names = train.source.class_names(label) or ()
     else:
-        names = tuple(sorted(map(str, unique)))
+        names = tuple(sorted(set(map(str, unique))))
         number, total = {value: names.index(str(value)) for value in unique}, len(names)
     parts = [
         LabelledStream(each, np.array([number[all_values[i]] for i in each.indices], np.int64))

