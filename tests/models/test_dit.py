@@ -186,6 +186,25 @@ def test_image_follows_the_text_of_its_sample():
     assert placed.coords[:, :3, 0].tolist() == [[0, 1, 2]] * 2
 
 
+@pytest.mark.parametrize("options", [
+    {"encoding": "rotate", "text_positions": "zero", "image_after": (1,)},
+    {"encoding": "rotate", "text_positions": "axis", "image_after": (0, 1)},
+    {"encoding": "rotate", "text_positions": "diagonal"},
+    {"encoding": "lumina2", "embed_dim": 96, "text_attention": "single"},
+    {"encoding": "circle_rope", "embed_dim": 96, "reg_tokens": 2, "text_attention": "cross"},
+], ids=["zero", "axis", "diagonal", "preset", "cross"])  # fmt: skip
+@torch.no_grad()
+def test_padding_at_either_end_changes_nothing(options):
+    model = dit(text=False, text_width=16, **options).double()
+    x, t, _ = inputs(dtype=torch.float64)
+    short, long = torch.randn(2, 16, dtype=torch.float64), torch.randn(5, 16, dtype=torch.float64)
+    expected = torch.cat([model(x[i : i + 1], t[i : i + 1], Text(f[None])) for i, f in enumerate((short, long))])
+    pad = torch.ones(3, 16, dtype=torch.float64)
+    for parts, mask in (([short, pad], [1, 1, 0, 0, 0]), ([pad, short], [0, 0, 0, 1, 1])):
+        text = Text(torch.stack([torch.cat(parts), long]), torch.tensor([mask, [1] * 5]))
+        torch.testing.assert_close(model(x, t, text), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_presets_place_text_and_image():
     flux = dit(encoding="flux1")
     assert isinstance(flux.encoding, PresetMd)
