@@ -205,10 +205,13 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
     if away.batch_size not in (1, batch):
         raise ValueError(f"negative: expected batch size 1, or {batch} like text, got {away.batch_size}")
     away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
-    both = join_texts(wanted, away)
+    joined = join_texts(wanted, away)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
-        if len(z) != batch:
+        both = joined
+        if text is None and batch == 1:  # one negative text for all samples
+            both = Text(*(None if value is None else value.repeat_interleave(len(z), 0) for value in joined))
+        elif len(z) != batch:
             name = "negative" if text is None else "text"
             raise ValueError(
                 f"{name}: expected batch size {len(z)} (one caption per sample), got {batch}; repeat your captions"

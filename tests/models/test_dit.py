@@ -346,8 +346,8 @@ BAD = {
         lambda: sample(dit(), inputs()[0], tokenize([RED]), scale=3.0, steps=1),
     ),
     "negative texts": (
-        r"negative: expected batch size 2 \(one caption per sample\), got 1",
-        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), scale=3.0, steps=1),
+        r"negative: expected batch size 2 \(one caption per sample\), got 3",
+        lambda: sample(dit(), inputs()[0], negative=tokenize([RED] * 3), scale=3.0, steps=1),
     ),
     "text without encoder": (r"text: .*because the model has no text_encoder", lambda: dit(text=False)(*inputs())),
     "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
@@ -689,6 +689,10 @@ def test_guidance():
         found = guided(model, text, scale)(x, t)
         torch.testing.assert_close(found, without + scale * (with_text - without), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(guided(model, None, 3.0)(x, t), without)
+    negative = text[:1]
+    away = model(x, t, negative.expand(2, -1))
+    found = guided(model, None, 3.0, negative)(x, t)
+    torch.testing.assert_close(found, away + 3 * (without - away), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
