@@ -278,10 +278,11 @@ def sample(
     predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
-        return velocity_of(predict(z, t), z, t, found)
+        return velocity_of(predict(z.to(noise.dtype), t).to(z.dtype), z, t, found)
 
+    z = noise.to(torch.promote_types(noise.dtype, torch.float32))  # in 16 bits, small steps would be rounded away
     if found == "noise":
         times = times.clamp(max=NOISE_START)
     if found == "sample":
-        return integrate(velocity, integrate(velocity, noise, times[:-1], method), times[-2:], "euler")
-    return integrate(velocity, noise, times, method)
+        z, times, method = integrate(velocity, z, times[:-1], method), times[-2:], "euler"
+    return integrate(velocity, z, times, method).to(noise.dtype)

@@ -695,6 +695,16 @@ def test_guidance():
     torch.testing.assert_close(found, away + 3 * (without - away), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", ["euler", "heun"])
+def test_many_steps_in_16_bits_are_accurate(method, dtype):
+    """The flow dz/dt = 1/2 from t = 1 to 0 gives z(0) = z(1) - 1/2, although one step is below the precision of z."""
+    noise = torch.linspace(-3, 3, 13, dtype=dtype)[:, None]
+    found = sample(lambda z, t, text: torch.full_like(z, 0.5), noise, steps=2000, method=method)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, noise - 0.5, rtol=0.01, atol=1e-3)
+
+
 @pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
 def test_order_of_the_samplers(method, order):
     """The flow dz/dt = t z from t = 1 to 0 gives z(0) = z(1) exp(-1/2). The error falls with steps^-order."""
