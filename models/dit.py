@@ -401,6 +401,8 @@ class DiT(nn.Module):
             check_one_of("text_positions", text, RULES)
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
         self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
+        rule = self.text_positions if self.preset is None else self.preset.scheme.tokens
+        self.has_ordered_text = not self.cross and rule is not None and rule.rule in ("axis", "diagonal")
         self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # check the position rules
 
     def _init_weights(self) -> None:
@@ -437,13 +439,13 @@ class DiT(nn.Module):
         Args:
             shape: shape of the patch grid.
             length: number of text tokens in the sequence, which is 0 with cross-attention.
-            mask: mask (B, L) of the text, which is False for padding. If the image follows the text, the mask
-                determines where each sample's image starts.
+            mask: mask (B, L) of the text, which is False for padding at the end. If the image follows the text, the
+                mask determines where each sample's image starts.
         """
         before = length if self.preset is not None else replace(self.text_positions, length=length)
         stack = EncodingStack(self.encoding)
         placed = stack.lay_out(shape, before, after=self.image_after, reference=self._refer(shape), device=device)
-        if self.image_after and mask is not None and not isinstance(placed, Grid):
+        if self.image_after and self.has_ordered_text and mask is not None and not isinstance(placed, Grid):
             placed = _move_image(placed, self.image_after, length, mask)
         return _insert_unrotated(placed, length, self.num_registers) if self.num_registers else placed
 
@@ -478,7 +480,10 @@ class DiT(nn.Module):
                     f"{found or None}; build "
                     "the model with the text_width= and pooled_width= of your features"
                 )
-        return encoded if encoded.mask is None else encoded._replace(mask=encoded.mask.bool())
+        if encoded.mask is None:
+            return encoded
+        encoded = encoded._replace(mask=encoded.mask.bool())
+        return _move_padding(encoded) if self.has_ordered_text else encoded
 
     def empty_text(self, batch: int, like: Any = None) -> Text:
         """Return the text_encoder's empty condition for each sample of a batch.
@@ -656,6 +661,15 @@ def _projection(kind: str, width: int, embed_dim: int, act: Any) -> nn.Module:
     if kind == "none":
         return nn.Identity()
     return nn.Linear(width, embed_dim) if kind == "linear" else Mlp(width, embed_dim, embed_dim, act_layer=act)
+
+
+def _move_padding(text: Text) -> Text:
+    """Move padding to the end of each sample, because a token's position is its place in the sequence."""
+    features, mask, pooled = text
+    assert features is not None
+    assert mask is not None
+    order = mask.argsort(dim=1, descending=True, stable=True)
+    return Text(features.gather(1, order[..., None].expand_as(features)), mask.gather(1, order), pooled)
 
 
 def _move_image(placed: Coordinates, axes: Sequence[int], length: int, mask: Tensor) -> Coordinates:

@@ -205,10 +205,13 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
     if away.batch_size not in (1, batch):
         raise ValueError(f"negative: expected batch size 1, or {batch} like text, got {away.batch_size}")
     away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
-    both = join_texts(wanted, away)
+    joined = join_texts(wanted, away)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
-        if len(z) != batch:
+        both = joined
+        if text is None and batch == 1:  # one negative text for all samples
+            both = Text(*(None if value is None else value.repeat_interleave(len(z), 0) for value in joined))
+        elif len(z) != batch:
             name = "negative" if text is None else "text"
             raise ValueError(
                 f"{name}: expected batch size {len(z)} (one caption per sample), got {batch}; repeat your captions"
@@ -275,10 +278,11 @@ def sample(
     predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
-        return velocity_of(predict(z, t), z, t, found)
+        return velocity_of(predict(z.to(noise.dtype), t).to(z.dtype), z, t, found)
 
+    z = noise.to(torch.promote_types(noise.dtype, torch.float32))  # in 16 bits, small steps would be rounded away
     if found == "noise":
         times = times.clamp(max=NOISE_START)
     if found == "sample":
-        return integrate(velocity, integrate(velocity, noise, times[:-1], method), times[-2:], "euler")
-    return integrate(velocity, noise, times, method)
+        z, times, method = integrate(velocity, z, times[:-1], method), times[-2:], "euler"
+    return integrate(velocity, z, times, method).to(noise.dtype)

@@ -186,6 +186,25 @@ def test_image_follows_the_text_of_its_sample():
     assert placed.coords[:, :3, 0].tolist() == [[0, 1, 2]] * 2
 
 
+@pytest.mark.parametrize("options", [
+    {"encoding": "rotate", "text_positions": "zero", "image_after": (1,)},
+    {"encoding": "rotate", "text_positions": "axis", "image_after": (0, 1)},
+    {"encoding": "rotate", "text_positions": "diagonal"},
+    {"encoding": "lumina2", "embed_dim": 96, "text_attention": "single"},
+    {"encoding": "circle_rope", "embed_dim": 96, "reg_tokens": 2, "text_attention": "cross"},
+], ids=["zero", "axis", "diagonal", "preset", "cross"])  # fmt: skip
+@torch.no_grad()
+def test_padding_at_either_end_changes_nothing(options):
+    model = dit(text=False, text_width=16, **options).double()
+    x, t, _ = inputs(dtype=torch.float64)
+    short, long = torch.randn(2, 16, dtype=torch.float64), torch.randn(5, 16, dtype=torch.float64)
+    expected = torch.cat([model(x[i : i + 1], t[i : i + 1], Text(f[None])) for i, f in enumerate((short, long))])
+    pad = torch.ones(3, 16, dtype=torch.float64)
+    for parts, mask in (([short, pad], [1, 1, 0, 0, 0]), ([pad, short], [0, 0, 0, 1, 1])):
+        text = Text(torch.stack([torch.cat(parts), long]), torch.tensor([mask, [1] * 5]))
+        torch.testing.assert_close(model(x, t, text), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_presets_place_text_and_image():
     flux = dit(encoding="flux1")
     assert isinstance(flux.encoding, PresetMd)
@@ -327,8 +346,8 @@ BAD = {
         lambda: sample(dit(), inputs()[0], tokenize([RED]), scale=3.0, steps=1),
     ),
     "negative texts": (
-        r"negative: expected batch size 2 \(one caption per sample\), got 1",
-        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), scale=3.0, steps=1),
+        r"negative: expected batch size 2 \(one caption per sample\), got 3",
+        lambda: sample(dit(), inputs()[0], negative=tokenize([RED] * 3), scale=3.0, steps=1),
     ),
     "text without encoder": (r"text: .*because the model has no text_encoder", lambda: dit(text=False)(*inputs())),
     "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
@@ -670,6 +689,20 @@ def test_guidance():
         found = guided(model, text, scale)(x, t)
         torch.testing.assert_close(found, without + scale * (with_text - without), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(guided(model, None, 3.0)(x, t), without)
+    negative = text[:1]
+    away = model(x, t, negative.expand(2, -1))
+    found = guided(model, None, 3.0, negative)(x, t)
+    torch.testing.assert_close(found, away + 3 * (without - away), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", ["euler", "heun"])
+def test_many_steps_in_16_bits_are_accurate(method, dtype):
+    """The flow dz/dt = 1/2 from t = 1 to 0 gives z(0) = z(1) - 1/2, although one step is below the precision of z."""
+    noise = torch.linspace(-3, 3, 13, dtype=dtype)[:, None]
+    found = sample(lambda z, t, text: torch.full_like(z, 0.5), noise, steps=2000, method=method)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, noise - 0.5, rtol=0.01, atol=1e-3)
 
 
 @pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
