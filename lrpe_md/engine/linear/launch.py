@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from ...reference import ACTIVATIONS, split_pairs
 from .. import kernels
 from ..core import launching, recording
-from ..core.call import Call, Layout, Needs, Spec, Variant, Weights
+from ..core.call import Call, Layout, Needs, Spec, Variant
 from ..core.memory import accumulator, like_in_memory
 from ..core.reduction import Partials, Sums, reduce_partial, reduce_weights
 from ..kernels.signature import pack_numbers
@@ -56,9 +56,14 @@ class Sizes(NamedTuple):
         return self.rows * self.repeats
 
     @property
+    def matrix(self) -> int:
+        """Number of elements in S of one head."""
+        return self.v_dim * self.num_features
+
+    @property
     def state(self) -> int:
         """Number of elements in S and Z of one head."""
-        return self.v_dim * self.num_features + self.num_sums
+        return self.matrix + self.num_sums
 
 
 def derive_sizes(call: LinearCall, operands: Operands) -> Sizes:
@@ -107,8 +112,8 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
     piece. Tables are cached forever, so set ``makes_table`` to False if you only need the number of pieces.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
-    divisor, state = plan.choose_divisor(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
-    count, length = plan.cut_pieces(num_tokens, sizes.rows, state, divisor)
+    divisor = plan.choose_divisor(mask == "causal", sizes.raw)
+    count, length = plan.cut_pieces(num_tokens, sizes.rows, sizes.matrix, divisor)
     table, num_slots = None, 1
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
@@ -221,7 +226,7 @@ class LaunchInputs:
         self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NO_NEEDS
     ) -> None:
         self.call, self.needs, gate = call, needs, operands.gate
-        self.q, self.k, self.v, self.do, self.gate = launching.materialise_each(*operands[:3], do, gate)
+        self.q, self.k, self.v, self.do, self.gate = launching.materialise(*operands[:3], do, gate)
         launches = {} if call.launches is None else call.launches
         sizes = launches.get("sizes")
         if sizes is None:
@@ -231,16 +236,14 @@ class LaunchInputs:
         self.acc, self.operand, self.narrow = sizes.acc, sizes.operand, self.dtype.itemsize == 2
         if self.gate is not None and self.gate.dtype == torch.bool:
             self.gate = self.gate.view(torch.uint8)
-        sides = Call(call.spec, call.q_layout, call.q_tables), Call(call.spec, call.k_layout, call.k_tables)
-        if call.spec.map != "none":
-            sides = launching.read_sides(*sides, sizes.one_side, self.narrow)
-        self.q_side, self.k_side = sides[0], sides[0] if sizes.one_side else sides[1]
+        self.q_side = self.k_side = launching.read_side(call.spec, call.q_layout, call.q_tables, self.narrow)
+        if not sizes.one_side:
+            self.k_side = launching.read_side(call.spec, call.k_layout, call.k_tables, self.narrow)
         if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
             self.q_side, self.k_side = _add_zero_phase(self.q_side), _add_zero_phase(self.k_side)
-        self.sides = (self.q_side, self.k_side)
         self.weights = call.weights
         if call.spec.norm != "none":
-            self.weights = Weights(*(None if t is None else launching.lay_weight(t) for t in call.weights))
+            self.weights = launching.lay_weights(call.weights)
         self.state, self.decay = operands.state, operands.decay
         self.log_decay: Tensor | None = None  # log g (B, H_k, N), with a causal mask
         self.decay_per_head = False
@@ -654,11 +657,9 @@ def scan_states(
 
 def allocate_slots(inputs: LaunchInputs, num_slots: int) -> tuple[Tensor, Tensor]:
     """Allocate S (as operands) and the normaliser's sums for each slot."""
-    sizes, shape = inputs.sizes, (num_slots, inputs.sizes.rows)
-    return (
-        inputs.allocate(*shape, sizes.v_dim * sizes.num_features, dtype=inputs.operand),
-        inputs.allocate(*shape, sizes.num_sums),
-    )
+    sizes = inputs.sizes
+    matrices = inputs.allocate(num_slots, sizes.rows, sizes.matrix, dtype=inputs.operand)
+    return matrices, inputs.allocate(num_slots, sizes.rows, sizes.num_sums)
 
 
 def launch_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStates) -> None:
@@ -749,7 +750,7 @@ def find_saved_shapes(
     if call.attention.mask == "causal" and pieces.num_pieces == 1 and not has_state:
         return []
     shape = (pieces.num_slots, sizes.rows)
-    return [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
+    return [((*shape, sizes.matrix), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
 
 
 # --- states in the user's layout -------------------------------------------------------------------------------------
@@ -777,12 +778,9 @@ def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
     first, second = split_pairs(torch.arange(width, device="cpu"), spec.pairs, spec.sections)
     if spec.order == "sin_cos":
         first, second = second, first
-    mapped_channels = [spec.rotary_start + i for i in _interleave_runs(first.tolist(), second.tolist(), run)]
+    runs = torch.stack([first, second]).unflatten(1, (-1, run)).transpose(0, 1)
+    mapped_channels = (runs + spec.rotary_start).flatten().tolist()
     return mapped_channels + [c for c in range(spec.out_dim(head_dim)) if not 0 <= c - spec.rotary_start < width]
-
-
-def _interleave_runs(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:
-    return [i for begin in range(0, len(first), run) for half in (first, second) for i in half[begin : begin + run]]
 
 
 @cache
@@ -816,7 +814,7 @@ def join_state(inputs: LaunchInputs, state: Sequence[Tensor]) -> Tensor | None:
         matrix = matrix.index_select(2, order)
         if inputs.call.attention.normalizer == "encoded":
             sums = [t.index_select(2, order) for t in sums]
-    parts = [matrix.mT.reshape(-1, sizes.groups, sizes.v_dim * sizes.num_features), *sums]
+    parts = [matrix.mT.reshape(-1, sizes.groups, sizes.matrix), *sums]
     return torch.cat(parts, dim=-1).to(inputs.acc)
 
 
@@ -824,8 +822,7 @@ def split_state(inputs: LaunchInputs, final_state: Tensor) -> list[Tensor]:
     """Inverse of :func:`join_state`."""
     sizes = inputs.sizes
     order = find_permutation(inputs, True)
-    size = sizes.v_dim * sizes.num_features
-    matrix, sums = final_state.view(-1, sizes.groups, sizes.state).split([size, sizes.num_sums], dim=-1)
+    matrix, sums = final_state.view(-1, sizes.groups, sizes.state).split([sizes.matrix, sizes.num_sums], dim=-1)
     matrix = _copy_features(matrix.unflatten(-1, (sizes.v_dim, sizes.num_features)).mT, order)
     if not sizes.num_sums:
         return [matrix]

@@ -92,7 +92,7 @@ def join_states(inputs: LaunchInputs, state: Sequence[Tensor]) -> tuple[Tensor |
 
 def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
     """Split states (..., size) into S, in the operands' dtype, and the normaliser's sums."""
-    matrix, sums = states.split([inputs.sizes.v_dim * inputs.sizes.num_features, inputs.sizes.num_sums], dim=-1)
+    matrix, sums = states.split([inputs.sizes.matrix, inputs.sizes.num_sums], dim=-1)
     return matrix.to(inputs.operand).contiguous(), sums.contiguous()
 
 
@@ -127,7 +127,7 @@ def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
     width = sizes.num_features
     return (
         Extent(sizes.v_dim + (normalizer == "encoded"), width, 0, 0),
-        Extent(int(normalizer == "unrotated"), sizes.num_sums, sizes.v_dim * width, width**2),
+        Extent(int(normalizer == "unrotated"), sizes.num_sums, sizes.matrix, width**2),
     )
 
 
@@ -324,11 +324,8 @@ def differentiate_delta(
     launch.launch_with_fallback(kernels.linear_transition_gradient_kernel, programs, args, variant, {})
     vectors, pairs = None, [pair for pair in scans if pair is not None]
     if inputs.call.attention.normalizer == "unrotated":
-        begin = sizes.v_dim * width
-        vectors = torch.stack(
-            [t for pair in pairs for t in (-decay[..., None] * pair.gradients[..., begin:], pair.states[..., begin:])],
-            dim=2,
-        )
+        tails = [Pair(pair.states[..., sizes.matrix :], pair.gradients[..., sizes.matrix :]) for pair in pairs]
+        vectors = torch.stack([t for pair in tails for t in (-decay[..., None] * pair.gradients, pair.states)], dim=2)
     outs = [grads.dk, grads.dv]
     changes: dict[str, Any] = {"need_dgate": grads.dgate is not None, "num_scans": len(pairs), "memory": "delta"}
     variant, options = inputs.describe(LinearPass.DELTA_KEYS, inputs.k_side, outs, **changes)
