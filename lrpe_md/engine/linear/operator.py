@@ -52,8 +52,6 @@ class Attend(Operator):
     ) -> tuple[Tensor, ...]:
         if (call.spec.norm_over == "heads" or call.spec.dim == -2) and not is_sharded(*inputs[:3]):
             call, inputs = _prepare_operands(call, inputs, impl, direct)
-        if direct and (impl == "reference" or (impl == "auto" and not inputs.q.is_cuda)):
-            return self.run_reference(call, inputs)
         if not _fits_kernels(impl, call, inputs):
             impl = "reference"
         return super().run(call, inputs, impl, direct, options, constants)
