@@ -57,6 +57,14 @@ class Spec(NamedTuple):
     def head_dim(self, out_dim: int) -> int:
         return out_dim - self.num_channels if MAPS[self.map].widens else out_dim
 
+    def without_norm(self) -> Spec:
+        return self._replace(norm="none", norm_over="head", norm_eps=0.0, norm_offset=0.0)
+
+    def without_map(self) -> Spec:
+        """Return a spec with only the norm."""
+        norm, over, eps, offset = self[-4:]
+        return Spec("none", norm=norm, norm_over=over, norm_eps=eps, norm_offset=offset)
+
 
 def widen(omega: Tensor) -> Tensor:
     """Cast frequencies that q and k share to float64, so that the gradients from q and k are summed before rounding.

@@ -153,16 +153,10 @@ def attend(
         q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D) and (B, H_k, N_k, D_v). N_q may differ from N_k with mask "full".
         q_angles, k_angles: angles of q and of k, or None if there is no map.
         scales: weights of the norm for q and for k.
-        gate: β (B, H_k or 1, N_k), float or bool. A gate of 0 removes a token, even one that contains NaN, and gets no
-            gradient.
-        decay: g for each head (H_k or 1,), or for each block of the grid (B or 1, H_k or 1, F). With mask "causal",
-            each token is a block. The state does not decay in prefix and suffix.
-        cu_seqlens: offsets (num_seqs + 1,) of packed sequences, from 0 to N. Sequences do not attend to each other. B
-            must be 1, and mask "block" is not supported.
-        state: sums before the first token: (S, Σ) or, with normalizer "none", (S,). S is (B, H_k, Ê, D_v), and
-            Σ is (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. With both directions, these are followed by the
-            reverse direction's sums after the last token. The returned state then also contains the reverse direction's
-            sums before the first token.
+        gate, decay, cu_seqlens: see :func:`lrpe_md.linear_attention`.
+        state: sums before the first token, as in :func:`lrpe_md.linear_attention`, but without None. With both
+            directions, these are followed by the reverse direction's sums after the last token. The returned state then
+            also contains the reverse direction's sums before the first token.
         ends: numbers of prefix and suffix tokens with mask "block". Prefix and suffix are separate blocks.
         operands: dtype to which both factors of each product are rounded, also in the backward pass. Used by tests.
     """
@@ -232,12 +226,14 @@ def attend_encoded(
         if cu_seqlens is not None:
             before = _initial(terms, state, cu_seqlens.shape[0] - 1)
             rows, z, last = _attend_packed(attention.mask, terms, before, cu_seqlens, operands, decay)
-        elif attention.forgets and attention.mask == "block":
+        elif attention.mask == "block":
             count = len(state) // 2 if attention.has_both_directions else len(state)
             states = _initial(terms, state[:count]), _initial(terms, state[count:])
-            rows, z, last = _attend_forgetting(attention, terms, keys, states, ends, operands, decay)
+            rows, z, last = _attend_blocks(attention, terms, keys, states, ends, operands, decay)
+        elif attention.mask == "causal":
+            rows, z, last = _attend_causal(terms, _initial(terms, state), operands, decay)
         else:
-            rows, z, last = _ATTEND[attention.mask](attention, terms, _initial(terms, state), ends, operands, decay)
+            rows, z, last = _attend_full(terms, _initial(terms, state), operands)
         o = normalizer.divide(rows, z, attention.eps)
         sums = last[::2] if attention.normalizer == "none" else last
         return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in sums)
@@ -272,22 +268,16 @@ def _read_state(terms: _Terms, state: _State, operands: torch.dtype | None) -> t
     return rows, (terms.z_q * _share(state.features, heads)[..., None, :]).sum(-1, keepdim=True)
 
 
-def _attend_full(
-    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None,
-    decay: Tensor | None = None,
-) -> Rows:  # fmt: skip
+def _attend_full(terms: _Terms, before: _State, operands: torch.dtype | None) -> Rows:
     state = before.add(_sum_keys(terms, operands))
     return *_read_state(terms, state, operands), state
 
 
-def _attend_causal(
-    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None,
-    decay: Tensor | None = None,
-) -> Rows:  # fmt: skip
+def _attend_causal(terms: _Terms, before: _State, operands: torch.dtype | None, decay: Tensor | None) -> Rows:
     num_tokens = terms.q.shape[2]
     if has_static_value(num_tokens):
         if num_tokens == 1 and decay is None:
-            return _attend_full(attention, terms, before, ends, operands)
+            return _attend_full(terms, before, operands)
         size = max(1, min(CHUNK, num_tokens))
         chunks = -(-num_tokens // size)
     else:
@@ -355,20 +345,6 @@ def _share_decay(t: Tensor, heads: int) -> Tensor:
     return t if t.shape[1] == 1 else _share(t, heads)
 
 
-def _attend_blocks(
-    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None,
-    decay: Tensor | None = None,
-) -> Rows:  # fmt: skip
-    """Compute block attention on the prefix, the blocks and the suffix, one after the other."""
-    state, found = before, []
-    for piece in _cut_blocks(terms, ends, attention.block):
-        through = _accumulate(state, _sum_keys(piece, operands))
-        found.append(_read_state(piece, through.map(lambda t: t[:, :, 1:]), operands))
-        state = through.map(lambda t: t[:, :, -1])
-    rows, z = _join_blocks(found)
-    return rows, z, state
-
-
 def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
     """Return the prefix (one block), the blocks of the grid, and the suffix (one block) as (B, H, blocks, tokens, ·).
 
@@ -393,11 +369,11 @@ def _join_blocks(found: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.cat([t.flatten(2, 3) for t in ts], dim=2) for ts in zip(*found, strict=True)]
 
 
-def _attend_forgetting(
+def _attend_blocks(
     attention: Attention, terms: _Terms, keys: _Terms, given: tuple[_State, _State], ends: tuple[int, int],
     operands: torch.dtype | None, decay: Tensor | None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Compute block attention with decay, with the delta rule or in both directions.
+    """Compute block attention. The prefix and the suffix are separate blocks.
 
     ``keys`` contains the keys without the gate. ``given`` is the state before the first token and, for the reverse
     direction, the state after the last one.
@@ -406,7 +382,8 @@ def _attend_forgetting(
     pieces = _cut_blocks(terms, ends, attention.block)
     sizes = [piece.k.shape[2] for piece in pieces]
     parts = _join_states([_sum_keys(piece, operands) for piece in pieces])
-    decay = torch.nn.functional.pad(lay_out_decay(decay, sizes[1], before.products), (1, 1), value=1.0)
+    if attention.forgets:
+        decay = torch.nn.functional.pad(lay_out_decay(decay, sizes[1], before.products), (1, 1), value=1.0)
     transitions = None
     if attention.rule == "delta":
         # torch.compile unrolls the scan. A static number of tokens keeps each step free of symbolic sizes.
@@ -432,12 +409,14 @@ def _join_states(states: Sequence[_State]) -> _State:
 
 
 def _scan_blocks(
-    parts: _State, before: _State, decay: Tensor, transitions: _State | None, backward: bool = False
+    parts: _State, before: _State, decay: Tensor | None, transitions: _State | None, backward: bool = False
 ) -> _State:
     """Return the state before each block and after the last one. With ``backward``, scan from the last block.
 
-    ``transitions`` contains each block's matrix A for the delta rule.
+    ``transitions`` contains each block's matrix A for the delta rule. Without a decay, the state is a plain sum.
     """
+    if decay is None:
+        return _accumulate(before, parts)
 
     def order(t: Tensor) -> Tensor:
         return t.flip(2) if backward else t
@@ -447,9 +426,6 @@ def _scan_blocks(
         return before.join(parts, accumulate, multiply_decay(decay.log().to(before.products.dtype)))
     of_blocks = zip(before, parts, transitions.map(order), strict=True)
     return _State(*(apply_delta_rule(start, part, a, decay) for start, part, a in of_blocks))
-
-
-_ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _attend_causal, "block": _attend_blocks}
 
 
 # --- packed sequences ---------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_a_trace_leaves_no_table(options):
     """Tables are cached forever. A trace makes fake tables, so it must not cache them."""
 
     def count_tables() -> int:
-        return sum(f.cache_info().currsize for f in (linear_launch._tabulate_range, linear_launch.tabulate_blocks))
+        return linear_launch.tabulate_blocks.cache_info().currsize
 
     before = count_tables()
     with FakeTensorMode():
@@ -265,12 +265,10 @@ def test_number_of_programs():
 def test_parts_are_the_tokens_of_their_piece(lengths, part):
     count = 2 * len(lengths) + sum(lengths) // part + 3
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    table = linear_launch._tabulate_sequences(ends, count, linear_launch.PieceLengths(12, part), True)
-    whole = linear_launch._tabulate_sequences(ends, count, linear_launch.PieceLengths(12, 12), True)
+    table = linear_launch._tabulate_sequences(ends, count, 12, part, True)
+    whole = linear_launch._tabulate_sequences(ends, count, 12, 12, True)
     if len(lengths) == 1:
-        assert table[table[:, 3] == 0].equal(
-            linear_launch._tabulate_range(lengths[0], linear_launch.PieceLengths(12, part), ends.device)
-        )
+        assert table[table[:, 3] == 0].equal(linear_launch.tabulate_blocks(lengths[0], (0, 0), 12, part, ends.device))
     for begin, end, slot, sequence in whole[whole[:, 3] >= 0].tolist():
         own = table[(table[:, 2] == slot) & (table[:, 3] == sequence)].tolist()
         assert [row[0] for row in own] + [end] == [begin] + [row[1] for row in own]
@@ -572,9 +570,7 @@ def test_wrong_offsets_stay_in_bounds(cu_seqlens, monkeypatch):
 
 def test_decreasing_offsets_stay_within_the_slots():
     """Pieces of 100 tokens in parts of 50 have 10 + 3 slots. Overlapping sequences would take 17."""
-    table = linear_launch._tabulate_sequences(
-        torch.tensor([0, 1000, 0, 1000]), 33, linear_launch.PieceLengths(100, 50), True
-    )
+    table = linear_launch._tabulate_sequences(torch.tensor([0, 1000, 0, 1000]), 33, 100, 50, True)
     begin, end, slot, _ = table.unbind(1)
     assert slot.max() < 13
     assert (end - begin).sum() == 1000

@@ -22,7 +22,6 @@ LIMITS = {
 SAME_MEANING = {
     # the launchers of an operator; an operator and its reference
     "_call_key", "backward", "differentiate", "differentiate_causal", "find_saved_shapes", "forward", "run_shards",
-    "sum_causal_states",
     "attend_encoded", "cosine", "encode", "rotate",
     # a kernel's helper and the same step in PyTorch
     "activate", "lay_out_decay", "split_pairs", "zero_gated_tokens",

@@ -36,10 +36,10 @@ def make_readable(call: Call) -> Call:
     layout, weights, cos_sin = call.layout, call.weights, call.cos_sin
     cos, sin, _ = cos_sin
     if (cos is not None and cos.is_neg()) or (sin is not None and sin.is_neg()):
-        cos, sin = (None if t is None else materialise(t) for t in (cos, sin))
+        cos, sin = materialise(cos, sin)
         call = call._replace(cos_sin=cos_sin._replace(cos=cos, sin=sin))
     if call.spec.norm != "none":
-        weights = Weights(*(None if t is None else lay_weight(t) for t in weights))
+        weights = lay_weights(weights)
     if omega is None:
         return call if weights is call.weights else call._replace(weights=weights)
     if max(layout.num_grid_tokens, layout.start + layout.num_tokens) > MAX_INDEX:
@@ -59,10 +59,10 @@ def make_readable(call: Call) -> Call:
         return call if weights is call.weights else call._replace(weights=weights)
     if rotated is not None:
         rotated = rotated.contiguous().view(torch.uint8)
-    phase, coords, origin, amplitude = (
-        None if t is None else materialise(t).contiguous() for t in (phase, coords, origin, amplitude)
+    omega, phase, coords, origin, amplitude = (
+        None if t is None else t.contiguous() for t in materialise(omega, phase, coords, origin, amplitude)
     )
-    tables = Tables(materialise(omega).contiguous(), phase, coords, origin, affine, rotated, amplitude)
+    tables = Tables(omega, phase, coords, origin, affine, rotated, amplitude)
     return call._replace(layout=layout, tables=tables, weights=weights)
 
 
@@ -70,29 +70,28 @@ def _is_readable(t: Tensor | None) -> bool:
     return t is None or (t.is_contiguous() and not t.is_neg())
 
 
-def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tuple[Call, Call]:
-    """Apply :func:`make_readable` to both sides of linear attention. Set ``narrow`` for 16-bit inputs."""
-    if narrow:  # kernels use the hardware's sine and cosine
-        q_side, k_side = use_affine_positions(q_side), k_side if one_side else use_affine_positions(k_side)
-    return make_readable(q_side), k_side if one_side else make_readable(k_side)
+def read_side(spec: Spec, layout: Layout, tables: Tables, narrow: bool) -> Call:
+    """Describe q or k of linear attention in a form that kernels can read. Set ``narrow`` for 16-bit inputs."""
+    side = Call(spec, layout, tables)
+    if spec.map == "none":
+        return side
+    # For 16-bit inputs, kernels use the hardware's sine and cosine.
+    return make_readable(use_affine_positions(side) if narrow else side)
 
 
-def lay_weight(t: Tensor) -> Tensor:
-    """Return γ or β as a contiguous tensor in the shape that kernels expect, (H or 1, P, D)."""
-    t = materialise(t.detach())
-    if t.ndim == 3:
-        return t.transpose(0, 1).contiguous()
-    return t.contiguous().view(-1, 1, t.shape[-1])
+def lay_weights(weights: Weights) -> Weights:
+    """Return γ and β as contiguous tensors in the shape that kernels expect, (H or 1, P, D)."""
+
+    def lay_out(t: Tensor) -> Tensor:
+        t = t.detach().resolve_neg()
+        return (t.transpose(0, 1) if t.ndim == 3 else t.reshape(-1, 1, t.shape[-1])).contiguous()
+
+    return Weights(*(None if t is None else lay_out(t) for t in weights))
 
 
-def materialise_each(*tensors: Tensor | None) -> list[Any]:
-    """Apply :func:`materialise` to several tensors, some of which may be None."""
+def materialise(*tensors: Tensor | None) -> list[Any]:
+    """Resolve negative bits that are set. Kernels read memory directly, so they would ignore these bits."""
     return [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
-
-
-def materialise(t: Tensor) -> Tensor:
-    """Resolve the negative bit of t if it is set. Kernels read memory directly, so they would ignore this bit."""
-    return t.resolve_neg() if t.is_neg() else t
 
 
 def use_affine_positions(call: Call) -> Call:

@@ -8,6 +8,7 @@ interface for operators that take and return lists.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .call import Layout, Spec, Tables, Weights
 from .memory import strides_in_memory
+from .norms import of_tensor
 from .operator import is_sharded
 
 _NAMES = ("batch", "heads", "tokens", "head_dim")
@@ -105,23 +107,25 @@ def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
     return t.redistribute(x.device_mesh, placements).to_local(grad_placements=gradient_placements)
 
 
-def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True) -> Weights:
-    """Return this rank's γ and β for the norm of one tensor.
+def local_weights(weights: Weights, sides: Sequence[tuple[Layout, Any]], in_rows: bool = True) -> Weights:
+    """Return this rank's γ and β of a norm. ``sides`` holds the layout and the tensor of q and of k.
 
     If the tokens of explicit coordinates are sharded, prefix and suffix tokens can become ordinary rows. Set
     ``in_rows`` in this case, to reject separate weights for token groups.
     """
-    if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
-        raise ValueError(
-            "norm.weight: expected one weight for all tokens, because the tokens are sharded and have Coordinates, got "
-            "one per group; use a Grid, or redistribute x"
-        )
     shards: list[Tensor | None] = []
-    for t in weights:
-        by_head = t is not None and t.ndim > 1 and t.shape[-2] > 1
-        if by_head:
-            local_part(x, HEADS)
-        shards.append(None if t is None else take_local(t, x, {HEADS: t.ndim - 2} if by_head else {}))
+    for i, (layout, x) in enumerate(sides):
+        own = of_tensor(weights, i)
+        if own.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
+            raise ValueError(
+                "norm.weight: expected one weight for all tokens, because the tokens are sharded and have Coordinates, "
+                "got one per group; use a Grid, or redistribute x"
+            )
+        for t in own[:2]:
+            by_head = t is not None and t.ndim > 1 and t.shape[-2] > 1
+            if by_head:
+                local_part(x, HEADS)
+            shards.append(None if t is None else take_local(t, x, {HEADS: t.ndim - 2} if by_head else {}))
     return Weights(*shards)
 
 

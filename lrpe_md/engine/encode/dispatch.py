@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...reference import activate
 from ..core.call import NO_TABLES, NO_WEIGHTS, Call, CallerTables, NormOptions, Options, Tables, Weights
 from ..core.memory import accumulator, memory_order
 from ..core.norms import apply_norm, of_tensor, take_norm
-from ..core.operator import cache_call, call_cache, is_direct, is_plain, is_sharded, make_key, use_triton
+from ..core.operator import cache_call, call_cache, is_direct, is_plain, make_key, use_triton
 from .operator import ENCODE, run_in_place
 from .output import Target, check_places, check_target, write
 from .tables import TABLE_NAMES
@@ -60,11 +60,7 @@ def run_encoding(
         tables = Tables(omega, phase, None, grid.origin, None, None, amplitude)
         call = Call(cached_call.spec, cached_call.layout, tables, cached_call.launches, weights)
     if target is None and call.tables.phase is phase and (phase is None or phase.ndim == 2):
-        impl = options.impl
-        if direct and (impl == "reference" or (impl == "auto" and not xs[0].is_cuda)):
-            ys = ENCODE.run_reference(call, xs)
-        else:
-            ys = ENCODE.run(call, xs, impl, direct, (), constants)
+        ys = ENCODE.run(call, xs, options.impl, direct, (), constants)
     elif target is None:
         ys = run_call(call, xs, phase, options.impl, direct)
     else:
@@ -154,20 +150,7 @@ def _check_call_target(
     num_groups = len(phase) if phase is not None and phase.ndim == 3 else groups
     sources = (*call.tables, *call.weights, *call.cos_sin[:2], phase)
     names = (*Tables._fields, *Weights._fields, *TABLE_NAMES, "phase")
-    _check_target(target, xs, sources, names, num_groups * call.spec.out_dim(xs[0].shape[3]), direct)
-
-
-def _check_target(
-    target: Target,
-    xs: tuple[Tensor, ...],
-    sources: Sequence[Tensor | None],
-    names: Sequence[str],
-    width: int,
-    direct: bool,
-) -> None:
-    if not direct and is_sharded(*xs, *sources, *target.tensors):
-        raise ValueError("out: expected None with DTensors, which don't support out")
-    check_target(target, xs, sources, names, width, direct)
+    check_target(target, xs, sources, names, num_groups * call.spec.out_dim(xs[0].shape[3]), direct)
 
 
 def _run_each(
@@ -287,7 +270,7 @@ def run_part(
             candidates = dict(zip(TABLE_NAMES, positions.cos_sin[:2], strict=True))
         sources = {name: t for name, t in candidates.items() if isinstance(t, Tensor)}
         direct = is_direct((*xs, *sources.values(), *target.tensors))
-        _check_target(target, xs, [*sources.values()], [*sources], ys[0].shape[3], direct)
+        check_target(target, xs, [*sources.values()], [*sources], ys[0].shape[3], direct)
         ys = list(write(target, ys))
     return tuple(ys) if len(xs) == 2 else ys[0]
 

@@ -33,7 +33,7 @@ heads_kernel: Any = kernels.heads_kernel
 
 def forward(call: Call, xs: list[Tensor]) -> list[Tensor]:
     """Return the encoded tensors."""
-    xs = [launching.materialise(x) for x in xs]
+    xs = launching.materialise(*xs)
     readable_call = launching.make_readable(call)
     with launching.current_device(xs[0]):
         if launching.num_groups(readable_call) == 1:
@@ -45,7 +45,7 @@ def backward(
     call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], needs: Needs, outs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Return dx and any needed gradients of ω, φ and weights. If ``outs`` is passed, write dx to it."""
-    grads, xs = [launching.materialise(g) for g in grads], [launching.materialise(x) for x in xs]
+    grads, xs = launching.materialise(*grads), launching.materialise(*xs)
     readable_call = launching.make_readable(call)
     with launching.current_device(grads[0]):
         if launching.num_groups(readable_call) == 1:
@@ -69,15 +69,11 @@ def _normalise(call: Call, xs: list[Tensor]) -> list[Tensor]:
 
 
 def _drop_map(call: Call) -> Call:
-    spec = call.spec._replace(
-        map="none", act="none", dim=0, pairs="half", rotary_start=0, num_channels=0, sections=(), order="cos_sin"
-    )
-    return call._replace(spec=spec, launches=None, cos_sin=NO_COS_SIN)
+    return call._replace(spec=call.spec.without_map(), launches=None, cos_sin=NO_COS_SIN)
 
 
 def _drop_norm(call: Call) -> Call:
-    spec = call.spec._replace(norm="none", norm_over="head", norm_eps=0.0, norm_offset=0.0)
-    return call._replace(spec=spec, weights=NO_WEIGHTS, launches=None)
+    return call._replace(spec=call.spec.without_norm(), weights=NO_WEIGHTS, launches=None)
 
 
 _NO_NEEDS = Needs()

@@ -39,7 +39,7 @@ def forward(
         launch = _recall_forward(call, xs)
         if launch is not None:
             return run_launch(launch, call, Rows(xs, [], []), xs[0].dtype)[0]
-    xs, dtype = [launching.materialise(x) for x in xs], xs[0].dtype
+    xs, dtype = launching.materialise(*xs), xs[0].dtype
     readable_call = use_affine_if_large(launching.make_readable(call), dtype, _NO_NEEDS)
     stats = []
     with launching.current_device(xs[0]):
@@ -92,7 +92,7 @@ def backward(
     call: Call, grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], needs: Needs, outs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Return dx and any needed gradients of ω, φ and weights. If ``outs`` is passed, write dx to it."""
-    grads, xs = [launching.materialise(g) for g in grads], [launching.materialise(x) for x in xs]
+    grads, xs = launching.materialise(*grads), launching.materialise(*xs)
     readable_call = launching.make_readable(call)
     is_sequence_softmax = call.spec.dim == -2
     with launching.current_device(grads[0]):

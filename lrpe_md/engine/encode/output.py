@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...checks import can_read, check_dense, plural
 from ..core.call import Call
+from ..core.operator import cache_call, call_cache, is_sharded
 from ..inductor.private import is_transforming
 
 FORM = "(B, H, N, D)"
@@ -100,6 +101,8 @@ def check_target(
     the number of channels of an output. Set ``direct`` if all tensors are plain and have memory.
     """
     start = target.start
+    if not direct and is_sharded(*xs, *sources, *target.tensors):
+        raise ValueError("out: expected None with DTensors, which don't support out")
     if is_transforming():
         raise ValueError(
             "out: expected None under a torch.func transform or with dual numbers, which don't support out"
@@ -124,19 +127,15 @@ def check_target(
         if out.requires_grad or out.is_nested or out.layout is not torch.strided:
             _check_outs(target, xs, width, True)
         others.append(out)
-    key = width, len(xs), start is None, *[None if t is None else (t.shape, t.stride(), t.dtype) for t in others]
-    reaches = _cached_reaches.get(key)
+    shapes = [None if t is None else (t.shape, t.stride(), t.dtype) for t in others]
+    key = "reaches", width, len(xs), start is None, *shapes
+    reaches = call_cache.get(key)  # number of bytes from the start to the end of each tensor
     if reaches is None or any(t is not None and t.device != xs[0].device for t in target.outs):
         _check_outs(target, xs, width, True)
-        if len(_cached_reaches) >= 4096:
-            _cached_reaches.clear()
         reaches = [None if t is None else (_sum_steps(t.shape, t.stride()) + 1) * t.element_size() for t in others]
-        _cached_reaches[key] = reaches
+        cache_call(key, reaches)
     if not xs[0].is_meta:  # meta tensors have no memory
         _check_no_overlap(target, others, reaches, (*(("q", "k") if len(xs) == 2 else ("x",)), *names))
-
-
-_cached_reaches: dict[Any, list[int | None]] = {}  # number of bytes from the start to the end of each tensor
 
 
 def _check_no_overlap(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core import sharding
-from ..core.call import Call, CosSin, Layout, Weights
+from ..core.call import Call, CosSin, Layout
 from ..core.norms import of_tensor
 from ..core.operator import is_sharded
 from ..core.sharding import BATCH, HEADS, TOKENS
@@ -29,12 +29,8 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
     sharding.check_mesh("tables", call.cos_sin.tensors, first_name, xs[0])
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
         # With one replicated key head, q's and k's gradients of the frequencies are summed over different ranks.
-        q, k = xs
-        weight, bias, weight_k, bias_k = call.weights
-        q_call, k_call = (
-            call._replace(weights=Weights(*tensor_weights)) for tensor_weights in ((weight, bias), (weight_k, bias_k))
-        )
-        return run_shards(run, q_call, (q,)) + run_shards(run, k_call, (k,))
+        q_call, k_call = (call._replace(weights=of_tensor(call.weights, i)) for i in range(2))
+        return run_shards(run, q_call, xs[:1]) + run_shards(run, k_call, xs[1:])
     x, cos_sin = xs[0], call.cos_sin
     if cos_sin.cos is None:
         for tensor in xs:
@@ -44,13 +40,8 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
         for tensor in xs:
             sharding.local_part(tensor, TOKENS)
         layout, cos_sin = _local_tables(layout, cos_sin, x)
-    q_weights, k_weights = of_tensor(call.weights, 0), of_tensor(call.weights, 1)
-    in_rows = cos_sin.cos is None
-    weights = [
-        sharding.local_weights(tensor_weights, call.layout, t, in_rows)[:2]
-        for tensor_weights, t in ((q_weights, xs[0]), (k_weights, xs[-1]))
-    ]
-    local = Call(spec, layout, tables, None, Weights(*weights[0], *weights[1]), cos_sin)
+    weights = sharding.local_weights(call.weights, [(call.layout, x) for x in xs], cos_sin.cos is None)
+    local = Call(spec, layout, tables, None, weights, cos_sin)
     ys = run(local, tuple(x.to_local() for x in xs), ())
     return tuple(sharding.wrap_shard(y, x, spec.out_dim(x.shape[3])) for x, y in zip(xs, ys, strict=True))
 

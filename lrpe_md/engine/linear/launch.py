@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from ...reference import ACTIVATIONS, split_pairs
 from .. import kernels
 from ..core import launching, recording
-from ..core.call import Call, Layout, Needs, Spec, Variant, Weights
+from ..core.call import Call, Layout, Needs, Spec, Variant
 from ..core.memory import accumulator, like_in_memory
 from ..core.reduction import Partials, Sums, reduce_partial, reduce_weights
 from ..kernels.signature import pack_numbers
@@ -52,9 +52,18 @@ class Sizes(NamedTuple):
         return self.batch * self.groups
 
     @property
+    def query_rows(self) -> int:
+        return self.rows * self.repeats
+
+    @property
+    def matrix(self) -> int:
+        """Number of elements in S of one head."""
+        return self.v_dim * self.num_features
+
+    @property
     def state(self) -> int:
         """Number of elements in S and Z of one head."""
-        return self.v_dim * self.num_features + self.num_sums
+        return self.matrix + self.num_sums
 
 
 def derive_sizes(call: LinearCall, operands: Operands) -> Sizes:
@@ -96,17 +105,6 @@ class Pieces(NamedTuple):
         return self.table is None and self.num_pieces == 1
 
 
-class PieceLengths(NamedTuple):
-    """Number of tokens in a piece, and in each part of a piece. With a causal mask, each piece is a slot."""
-
-    length: int
-    part: int
-
-    @property
-    def parts(self) -> int:
-        return triton.cdiv(self.length, self.part)
-
-
 def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout, makes_table: bool = True) -> Pieces:
     """Divide the tokens into pieces.
 
@@ -114,20 +112,18 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
     piece. Tables are cached forever, so set ``makes_table`` to False if you only need the number of pieces.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
-    divisor, state = plan.choose_divisor(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
-    count, length = plan.cut_pieces(num_tokens, sizes.rows, state, divisor)
+    divisor = plan.choose_divisor(mask == "causal", sizes.raw)
+    count, length = plan.cut_pieces(num_tokens, sizes.rows, sizes.matrix, divisor)
     table, num_slots = None, 1
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
         num_slots = count if mask == "causal" else len(call.cu_seqlens)
         if makes_table:
             cu_seqlens = call.cu_seqlens.clamp(0, num_tokens)
-            table = _tabulate_sequences(cu_seqlens, count, PieceLengths(length, length), mask == "causal")
-    elif mask == "causal":
-        num_slots = count
-        table = _tabulate_range(num_tokens, PieceLengths(length, length), device) if makes_table else None
+            table = _tabulate_sequences(cu_seqlens, count, length, length, mask == "causal")
     elif mask != "full":
-        blocks = num_tokens, layout.ends, call.attention.block, length
+        ends, block = ((0, 0), length) if mask == "causal" else (layout.ends, call.attention.block)
+        blocks = num_tokens, ends, block, length
         rows = list_blocks(*blocks)
         count, num_slots = len(rows), rows[-1][2] + 1
         table = tabulate_blocks(*blocks, device) if makes_table else None
@@ -148,54 +144,45 @@ def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, 
     If ``needs_all`` is False, no state is needed for the last piece or, with ``backward``, for the first piece.
     """
     num_unneeded = 0 if needs_all else 1
-    heads = sizes.rows * (sizes.repeats if backward else 1)
-    piece_lengths = PieceLengths(
-        pieces.length, plan.cut_parts(pieces.length, heads * max(1, pieces.num_pieces - num_unneeded), sizes.state)
-    )
+    rows = sizes.query_rows if backward else sizes.rows
+    num_tokens, length = pieces.num_tokens, pieces.length
+    part = plan.cut_parts(length, rows * max(1, pieces.num_pieces - num_unneeded), sizes.state)
+    per_piece = triton.cdiv(length, part)
     if call.cu_seqlens is not None:  # only the device knows where pieces begin
-        count = (
-            pieces.num_pieces
-            if piece_lengths.parts == 1
-            else pieces.num_pieces + triton.cdiv(pieces.num_tokens, piece_lengths.part)
-        )
-        table = _tabulate_sequences(call.cu_seqlens.clamp(0, pieces.num_tokens), count, piece_lengths, True)
+        count = pieces.num_pieces + (triton.cdiv(num_tokens, part) if per_piece > 1 else 0)
+        table = _tabulate_sequences(call.cu_seqlens.clamp(0, num_tokens), count, length, part, True)
         parts = pieces._replace(table=table, num_pieces=count)
         return Parts(parts, parts if backward else parts._replace(num_pieces=count - num_unneeded))
-    table = _tabulate_range(pieces.num_tokens, piece_lengths, call.q_tables.omega.device)
+    table = tabulate_blocks(num_tokens, (0, 0), length, part, call.q_tables.omega.device)
     parts = pieces._replace(table=table, num_pieces=len(table))
     if needs_all:
-        return Parts(parts, parts, piece_lengths.parts)
-    needed_table = table[piece_lengths.parts :] if backward else table[: (pieces.num_pieces - 1) * piece_lengths.parts]
-    return Parts(parts, parts._replace(table=needed_table, num_pieces=len(needed_table)), piece_lengths.parts)
+        return Parts(parts, parts, per_piece)
+    needed_table = table[per_piece:] if backward else table[: (pieces.num_pieces - 1) * per_piece]
+    return Parts(parts, parts._replace(table=needed_table, num_pieces=len(needed_table)), per_piece)
 
 
-def _tabulate_sequences(cu_seqlens: Tensor, count: int, piece_lengths: PieceLengths, has_piece_slots: bool) -> Tensor:
+def _tabulate_sequences(cu_seqlens: Tensor, count: int, length: int, part: int, has_piece_slots: bool) -> Tensor:
     """Build the table of parts on the device, without synchronising to read the sequence lengths.
 
-    The table has ``count`` rows, which must be enough for any lengths, so some rows may be empty. The caller must clamp
-    cu_seqlens to the number of tokens.
+    Pieces have ``length`` tokens, divided into parts of ``part`` tokens. The table has ``count`` rows, which must be
+    enough for any lengths, so some rows may be empty. The caller must clamp cu_seqlens to the number of tokens.
     """
     # Decreasing offsets would create more pieces than the table has rows for.
     cu_seqlens = cu_seqlens.long().cummax(0).values
-    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    begins, ends, per_piece = cu_seqlens[:-1], cu_seqlens[1:], triton.cdiv(length, part)
     lengths = ends - begins
-    parts = (
-        lengths // piece_lengths.length * piece_lengths.parts
-        + (lengths % piece_lengths.length + piece_lengths.part - 1) // piece_lengths.part
-    )
+    parts = lengths // length * per_piece + (lengths % length + part - 1) // part
     last = parts.clamp_(min=1).cumsum(0)
-    pieces = ((lengths + piece_lengths.length - 1) // piece_lengths.length).clamp_min(1)
+    pieces = ((lengths + length - 1) // length).clamp_min(1)
     index = torch.arange(count, device=cu_seqlens.device)
     sequence = (index[:, None] >= last).sum(1)
     exists = sequence < len(parts)
     sequence_index = sequence.clamp_max(len(parts) - 1)
     part_index = index - (last - parts)[sequence_index]
-    piece = part_index // piece_lengths.parts
-    piece_begin = begins[sequence_index] + piece * piece_lengths.length
-    begin = piece_begin + part_index % piece_lengths.parts * piece_lengths.part
-    end = torch.minimum(
-        torch.minimum(begin + piece_lengths.part, piece_begin + piece_lengths.length), ends[sequence_index]
-    )
+    piece = part_index // per_piece
+    piece_begin = begins[sequence_index] + piece * length
+    begin = piece_begin + part_index % per_piece * part
+    end = torch.minimum(torch.minimum(begin + part, piece_begin + length), ends[sequence_index])
     begin, end = torch.where(exists, begin, 0), torch.where(exists, end, 0)
     slot = torch.where(exists, (pieces.cumsum(0) - pieces)[sequence_index] + piece, 0) if has_piece_slots else sequence
     return torch.stack([begin, end, slot, torch.where(exists, sequence, -1)], dim=1).to(torch.int32)
@@ -203,23 +190,17 @@ def _tabulate_sequences(cu_seqlens: Tensor, count: int, piece_lengths: PieceLeng
 
 # The cache keeps tables alive, because a CUDA graph may hold their addresses.
 @cache
-def _tabulate_range(num_tokens: int, piece_lengths: PieceLengths, device: torch.device) -> Tensor:
-    rows = [
-        [n, min(n + piece_lengths.part, begin + piece_lengths.length, num_tokens), slot, 0]
-        for slot, begin in enumerate(range(0, max(num_tokens, 1), piece_lengths.length))
-        for n in range(begin, min(begin + piece_lengths.length, max(num_tokens, 1)), piece_lengths.part)
-    ]
-    return make_table(rows, device)
-
-
-@cache
 def tabulate_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
     return make_table(list_blocks(num_tokens, ends, block, length), device)
 
 
 @lru_cache(maxsize=128)
 def list_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int) -> list[list[int]]:
-    """Return the rows of a table of pieces, where each block is a slot. Prefix and suffix are separate blocks."""
+    """Return the rows of a table where each block is a slot, divided into pieces (or parts) of ``length`` tokens.
+
+    Prefix and suffix are separate blocks. With a causal mask, the blocks are the pieces, and ``length`` is that of a
+    part.
+    """
     prefix, suffix = ends
     bounds = sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
     rows = [
@@ -245,7 +226,7 @@ class LaunchInputs:
         self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NO_NEEDS
     ) -> None:
         self.call, self.needs, gate = call, needs, operands.gate
-        self.q, self.k, self.v, self.do, self.gate = launching.materialise_each(*operands[:3], do, gate)
+        self.q, self.k, self.v, self.do, self.gate = launching.materialise(*operands[:3], do, gate)
         launches = {} if call.launches is None else call.launches
         sizes = launches.get("sizes")
         if sizes is None:
@@ -255,16 +236,14 @@ class LaunchInputs:
         self.acc, self.operand, self.narrow = sizes.acc, sizes.operand, self.dtype.itemsize == 2
         if self.gate is not None and self.gate.dtype == torch.bool:
             self.gate = self.gate.view(torch.uint8)
-        sides = Call(call.spec, call.q_layout, call.q_tables), Call(call.spec, call.k_layout, call.k_tables)
-        if call.spec.map != "none":
-            sides = launching.read_sides(*sides, sizes.one_side, self.narrow)
-        self.q_side, self.k_side = sides[0], sides[0] if sizes.one_side else sides[1]
+        self.q_side = self.k_side = launching.read_side(call.spec, call.q_layout, call.q_tables, self.narrow)
+        if not sizes.one_side:
+            self.k_side = launching.read_side(call.spec, call.k_layout, call.k_tables, self.narrow)
         if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
             self.q_side, self.k_side = _add_zero_phase(self.q_side), _add_zero_phase(self.k_side)
-        self.sides = (self.q_side, self.k_side)
         self.weights = call.weights
         if call.spec.norm != "none":
-            self.weights = Weights(*(None if t is None else launching.lay_weight(t) for t in call.weights))
+            self.weights = launching.lay_weights(call.weights)
         self.state, self.decay = operands.state, operands.decay
         self.log_decay: Tensor | None = None  # log g (B, H_k, N), with a causal mask
         self.decay_per_head = False
@@ -419,6 +398,10 @@ class LaunchInputs:
             norm = (*weights, pack_numbers(layout.start - layout.prefix, layout.num_grid_tokens))
         return tables, norm
 
+    def allocate(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate a tensor, by default in the dtype of sums."""
+        return torch.empty(shape, dtype=dtype or self.acc, device=self.device)
+
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
         """Pack the numbers of heads, pieces and samples for kernels that process queries."""
         return pack_numbers(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
@@ -550,7 +533,7 @@ def forward(
     ``sum_as`` replaces :func:`sum_states`. After S and Z, it may return further tensors for the backward pass.
     """
     inputs = LaunchInputs(call, operands)
-    sizes, is_causal = inputs.sizes, call.attention.mask == "causal"
+    sizes = inputs.sizes
     o = like_in_memory(inputs.q, sizes.v_dim)
     with launching.current_device(inputs.q):
         if sum_as is None and is_one_pass(call, sizes, bool(operands.state) or return_state, keep):
@@ -561,9 +544,8 @@ def forward(
             args = (*tensors, gate_with_strides(inputs.gate), *sides, counts, call.attention.eps)
             launch_with_fallback(kernels.linear_forward_kernel, sizes.rows, args, variant, options)
             return [o]
-        sum_as = sum_as or (sum_causal_states if is_causal else sum_states)
-        saved, final_state = sum_as(inputs, return_state)
-        (launch_causal_outputs if is_causal else launch_outputs)(inputs, o, saved[:2])
+        saved, final_state = (sum_as or sum_states)(inputs, return_state)
+        (launch_causal_outputs if call.attention.mask == "causal" else launch_outputs)(inputs, o, saved[:2])
     return [o, *final_state, *(saved if keep else ())]
 
 
@@ -591,7 +573,12 @@ SlotStates = tuple[Any, ...]  # the state that the tokens of each slot see: S (a
 
 
 def sum_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
-    """Return the state that the tokens of each slot see and, if ``returns_final``, the state after the last token."""
+    """Return the state that the tokens of each slot see and, if ``returns_final``, the state after the last token.
+
+    With a causal mask, return no states if none are needed.
+    """
+    if not needs_states(inputs, returns_final):
+        return (), []
     pieces, needed_pieces, _ = inputs.parts(returns_final)
     if pieces.is_whole and not inputs.state and not returns_final:
         slot_states = allocate_slots(inputs, 1)
@@ -600,10 +587,15 @@ def sum_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotStates, l
     return scan_states(inputs, form_states(inputs, needed_pieces, returns_final), pieces, inputs.state, returns_final)
 
 
+def needs_states(inputs: LaunchInputs, returns_final: bool) -> bool:
+    """Return whether a kernel needs states. A single causal piece without an initial or final state doesn't."""
+    is_causal = inputs.call.attention.mask == "causal"
+    return not is_causal or bool(inputs.state) or returns_final or inputs.pieces(of_queries=False).num_pieces > 1
+
+
 def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
     """Compute the states (P, B H_k, size) of pieces of the keys. For ``is_exact``, see :func:`refine`."""
-    sizes = inputs.sizes
-    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
+    states = inputs.allocate(pieces.num_pieces, inputs.sizes.rows, inputs.sizes.state)
     launch_states(inputs, (states, None), pieces, is_exact)
     return states
 
@@ -631,13 +623,6 @@ def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
     return {"functions": int(launching.has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
 
 
-def sum_causal_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
-    """Implement :func:`sum_states` for a causal mask. Return no states if none are needed."""
-    if not inputs.state and not returns_final and inputs.pieces(of_queries=False).num_pieces == 1:
-        return (), []
-    return sum_states(inputs, returns_final)
-
-
 def scan_states(
     inputs: LaunchInputs,
     states: Tensor,
@@ -654,9 +639,7 @@ def scan_states(
     num_states = sizes.batch if inputs.call.cu_seqlens is None else len(inputs.call.cu_seqlens) - 1
     slot_states, sums = allocate_slots(inputs, pieces.num_slots)
     initial_rows = join_state(inputs, initial_state)
-    final_state = None
-    if returns_final:
-        final_state = torch.empty(num_states * sizes.groups, sizes.state, dtype=inputs.acc, device=inputs.device)
+    final_state = inputs.allocate(num_states * sizes.groups, sizes.state) if returns_final else None
     block, num_at_once = plan.choose_scan_tile(sizes.rows, sizes.state)
     variant = Variant(
         v_dim=sizes.v_dim, num_features=sizes.num_features, num_sums=sizes.num_sums, state_size=sizes.state,
@@ -674,24 +657,22 @@ def scan_states(
 
 def allocate_slots(inputs: LaunchInputs, num_slots: int) -> tuple[Tensor, Tensor]:
     """Allocate S (as operands) and the normaliser's sums for each slot."""
-    sizes, shape = inputs.sizes, (num_slots, inputs.sizes.rows)
-    return (
-        torch.empty(*shape, sizes.v_dim * sizes.num_features, dtype=inputs.operand, device=inputs.device),
-        torch.empty(*shape, sizes.num_sums, dtype=inputs.acc, device=inputs.device),
-    )
+    sizes = inputs.sizes
+    matrices = inputs.allocate(num_slots, sizes.rows, sizes.matrix, dtype=inputs.operand)
+    return matrices, inputs.allocate(num_slots, sizes.rows, sizes.num_sums)
 
 
 def launch_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStates) -> None:
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     if pieces.table is None:
-        count, length = plan.cut_outputs(sizes.num_queries, sizes.rows * sizes.repeats, pieces.length)
+        count, length = plan.cut_outputs(sizes.num_queries, sizes.query_rows, pieces.length)
         pieces = pieces._replace(num_pieces=count, length=length)
     variant, options = inputs.describe(LinearPass.OUTPUT, inputs.q_side, [o])
     args = (
         *with_strides(variant, inputs.q, o), inputs.flatten_queries(variant), slot_states,
         pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    programs = sizes.rows * sizes.repeats * pieces.num_pieces
+    programs = sizes.query_rows * pieces.num_pieces
     launch_with_fallback(kernels.linear_output_kernel, programs, args, variant, options)
 
 
@@ -705,7 +686,7 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
         launch_normalizer(inputs, slot_states, variant)[0], pieces.numbers, inputs.counts(pieces),
         inputs.call.attention.eps,
     )  # fmt: skip
-    programs = sizes.rows * sizes.repeats * pieces.num_pieces
+    programs = sizes.query_rows * pieces.num_pieces
     launch_with_fallback(kernels.linear_causal_forward_kernel, programs, args, variant, options)
 
 
@@ -720,7 +701,7 @@ def launch_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Va
     variant, options = inputs.describe(
         LinearPass.NORMALIZER, None, has_state=bool(slot_states), need_dangles=False, backward=backward
     )
-    z = torch.empty(sizes.rows * sizes.repeats, sizes.num_queries, dtype=inputs.acc, device=inputs.device)
+    z = inputs.allocate(sizes.query_rows, sizes.num_queries)
     sums = allocate_running_sums(inputs, variant) if backward else None
     args = (
         with_strides(variant, inputs.q, inputs.k, inputs.v), gate_with_strides(inputs.gate),
@@ -754,8 +735,7 @@ def differentiate_normalizer(
 
 def allocate_running_sums(inputs: LaunchInputs, variant: Variant) -> Tensor:
     """Allocate Z or dZ at each token (B H_k, N, columns). They are rounded like operands."""
-    shape = (inputs.sizes.rows, inputs.sizes.num_keys, variant.sum_begins[-1])
-    return torch.empty(shape, dtype=inputs.operand, device=inputs.device)
+    return inputs.allocate(inputs.sizes.rows, inputs.sizes.num_keys, variant.sum_begins[-1], dtype=inputs.operand)
 
 
 def find_saved_shapes(
@@ -770,7 +750,7 @@ def find_saved_shapes(
     if call.attention.mask == "causal" and pieces.num_pieces == 1 and not has_state:
         return []
     shape = (pieces.num_slots, sizes.rows)
-    return [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
+    return [((*shape, sizes.matrix), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
 
 
 # --- states in the user's layout -------------------------------------------------------------------------------------
@@ -798,12 +778,9 @@ def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
     first, second = split_pairs(torch.arange(width, device="cpu"), spec.pairs, spec.sections)
     if spec.order == "sin_cos":
         first, second = second, first
-    mapped_channels = [spec.rotary_start + i for i in _interleave_runs(first.tolist(), second.tolist(), run)]
+    runs = torch.stack([first, second]).unflatten(1, (-1, run)).transpose(0, 1)
+    mapped_channels = (runs + spec.rotary_start).flatten().tolist()
     return mapped_channels + [c for c in range(spec.out_dim(head_dim)) if not 0 <= c - spec.rotary_start < width]
-
-
-def _interleave_runs(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:
-    return [i for begin in range(0, len(first), run) for half in (first, second) for i in half[begin : begin + run]]
 
 
 @cache
@@ -837,7 +814,7 @@ def join_state(inputs: LaunchInputs, state: Sequence[Tensor]) -> Tensor | None:
         matrix = matrix.index_select(2, order)
         if inputs.call.attention.normalizer == "encoded":
             sums = [t.index_select(2, order) for t in sums]
-    parts = [matrix.mT.reshape(-1, sizes.groups, sizes.v_dim * sizes.num_features), *sums]
+    parts = [matrix.mT.reshape(-1, sizes.groups, sizes.matrix), *sums]
     return torch.cat(parts, dim=-1).to(inputs.acc)
 
 
@@ -845,8 +822,7 @@ def split_state(inputs: LaunchInputs, final_state: Tensor) -> list[Tensor]:
     """Inverse of :func:`join_state`."""
     sizes = inputs.sizes
     order = find_permutation(inputs, True)
-    size = sizes.v_dim * sizes.num_features
-    matrix, sums = final_state.view(-1, sizes.groups, sizes.state).split([size, sizes.num_sums], dim=-1)
+    matrix, sums = final_state.view(-1, sizes.groups, sizes.state).split([sizes.matrix, sizes.num_sums], dim=-1)
     matrix = _copy_features(matrix.unflatten(-1, (sizes.v_dim, sizes.num_features)).mT, order)
     if not sizes.num_sums:
         return [matrix]
@@ -903,10 +879,10 @@ def backward(
     if inputs.need_dangles:
         tables = inputs.q_side.tables
         width = (tables.omega.shape[2] + (tables.phase is not None)) * call.spec.num_channels
-        partial = torch.empty(q_rows + k_rows, sizes.rows * width, dtype=torch.float64, device=inputs.device)
+        partial = inputs.allocate(q_rows + k_rows, sizes.rows * width, dtype=torch.float64)
         q_partial, k_partial = partial[:q_rows], partial[q_rows:]
     if needs.gate:
-        dgate = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=inputs.acc, device=inputs.device)
+        dgate = inputs.allocate(sizes.batch, sizes.groups, sizes.num_keys)
     dq, dk, dv = outs or (like_in_memory(t, t.shape[3]) for t in (inputs.q, inputs.k, inputs.v))
     q_weights, k_weights = _allocate_weight_sums(inputs, q_rows * sizes.rows, k_rows * sizes.rows, one_pass)
     written_grads = Grads(dq, dk, dv, dgate, partial, q_partial, k_partial, q_weights, k_weights)
@@ -915,8 +891,8 @@ def backward(
             state_gradients = []
             differentiate_one_pass(inputs, written_grads)
         else:
-            is_causal = call.attention.mask == "causal"
-            differentiate_as = differentiate_as or (differentiate_causal if is_causal else differentiate)
+            default = differentiate_causal if call.attention.mask == "causal" else differentiate
+            differentiate_as = differentiate_as or default
             state_gradients = differentiate_as(inputs, written_grads, dstate, tuple(saved))
         results = [dq, dk, dv]
         if dgate is not None and gate is not None:
@@ -935,7 +911,7 @@ def _allocate_weight_sums(
     q_rows *= inputs.sizes.repeats if one_pass else 1
     weights, groups = inputs.weights, inputs.call.weights.token_groups
     width = ((weights.weight is not None) + (weights.bias is not None)) * groups * inputs.sizes.head_dim
-    sums = torch.empty(q_rows + k_rows, width, dtype=torch.float64, device=inputs.device)
+    sums = inputs.allocate(q_rows + k_rows, width, dtype=torch.float64)
     return sums[:q_rows], sums[q_rows:]
 
 
@@ -972,11 +948,7 @@ def differentiate_queries(
 ) -> Tensor:
     """Write dq to ``grads``. Return dS and dZ of each piece and query head, or write them to ``slot``."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
-    heads = sizes.rows * sizes.repeats
-    dstates = slot
-    if dstates is None:
-        shape = (pieces.num_pieces, heads, sizes.state)
-        dstates = (torch.empty(shape, dtype=inputs.acc, device=inputs.device), None)
+    dstates = slot or (inputs.allocate(pieces.num_pieces, sizes.query_rows, sizes.state), None)
     stage = LinearPass.QUERIES_OMEGA if inputs.need_dangles else LinearPass.QUERIES
     variant, options = inputs.describe(stage, inputs.q_side, [grads.dq])
     args = (
@@ -984,7 +956,8 @@ def differentiate_queries(
         inputs.flatten_queries(variant, grads.q_weights), slot_states, dstates, grads.q_partial, pieces.numbers,
         inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_query_gradient_kernel, heads * pieces.num_pieces, args, variant, options)
+    programs = sizes.query_rows * pieces.num_pieces
+    launch_with_fallback(kernels.linear_query_gradient_kernel, programs, args, variant, options)
     return sum_query_states(inputs, pieces, slot_states, None, dstates)
 
 
@@ -1014,10 +987,7 @@ def sum_query_states(
     With a causal mask, ``scales`` is the result of :func:`differentiate_causal_queries`.
     """
     sizes, needs, log_decay = inputs.sizes, inputs.needs, inputs.log_decay
-    heads = sizes.rows * sizes.repeats
-    if dstates is None:
-        shape = (pieces.num_pieces, heads, sizes.state)
-        dstates = (torch.empty(shape, dtype=inputs.acc, device=inputs.device), None)
+    dstates = dstates or (inputs.allocate(pieces.num_pieces, sizes.query_rows, sizes.state), None)
     is_exact = needs.state or (needs.decay and log_decay is not None)
     variant, options = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, is_exact))
     rows = with_strides(variant, inputs.q, inputs.do)
@@ -1028,7 +998,7 @@ def sum_query_states(
     else:
         kernel = kernels.linear_decay_query_state_kernel
         args = (*rows, gate_with_strides(log_decay), side, scales, dstates[0], *counts)
-    launch_with_fallback(kernel, heads * pieces.num_pieces, args, variant, options)
+    launch_with_fallback(kernel, sizes.query_rows * pieces.num_pieces, args, variant, options)
     return dstates[0]
 
 
@@ -1036,7 +1006,7 @@ def differentiate_causal(
     inputs: LaunchInputs, grads: Grads, dstate: Sequence[Tensor], saved: SlotStates
 ) -> list[Tensor]:
     """Implement :func:`differentiate` for a causal mask."""
-    slot_states, needs_first = saved or sum_causal_states(inputs, False)[0], inputs.needs.state
+    slot_states, needs_first = saved or sum_states(inputs, False)[0], inputs.needs.state
     scales = differentiate_causal_queries(inputs, grads, slot_states)
     dslot_states, state_gradients = (), []
     if inputs.pieces(of_queries=True).num_pieces > 1 or dstate or needs_first:
@@ -1050,9 +1020,7 @@ def differentiate_causal(
 def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
     """Write dq to ``grads``. Return a tensor (2 or 4, B H_q, N) of 1/z, dz and, with a decay, two sums for dg."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
-    heads = sizes.rows * sizes.repeats
-    rows = 2 if inputs.log_decay is None else 4
-    scales = torch.empty(rows, heads, sizes.num_queries, dtype=inputs.acc, device=inputs.device)
+    scales = inputs.allocate(2 if inputs.log_decay is None else 4, sizes.query_rows, sizes.num_queries)
     variant, options = inputs.describe(LinearPass.CAUSAL_QUERIES, None, [grads.dq], has_state=bool(slot_states))
     sides = (inputs.flatten_queries(variant, grads.q_weights), inputs.flatten_keys(variant))
     tensors = with_strides(variant, inputs.q, inputs.k, inputs.v, inputs.do, grads.dq)
@@ -1062,7 +1030,8 @@ def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states
         launch_normalizer(inputs, slot_states, variant), scales, grads.q_partial, pieces.numbers, inputs.counts(pieces),
         inputs.call.attention.eps,
     )  # fmt: skip
-    launch_with_fallback(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, variant, options)
+    programs = sizes.query_rows * pieces.num_pieces
+    launch_with_fallback(kernels.linear_causal_query_kernel, programs, args, variant, options)
     return scales
 
 

@@ -92,7 +92,7 @@ def join_states(inputs: LaunchInputs, state: Sequence[Tensor]) -> tuple[Tensor |
 
 def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
     """Split states (..., size) into S, in the operands' dtype, and the normaliser's sums."""
-    matrix, sums = states.split([inputs.sizes.v_dim * inputs.sizes.num_features, inputs.sizes.num_sums], dim=-1)
+    matrix, sums = states.split([inputs.sizes.matrix, inputs.sizes.num_sums], dim=-1)
     return matrix.to(inputs.operand).contiguous(), sums.contiguous()
 
 
@@ -100,9 +100,7 @@ def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Te
     """Compute the matrix A (F, B H_k, elements) of each block."""
     sizes, call = inputs.sizes, inputs.call
     variant, options = inputs.describe(LinearPass.STATE, inputs.k_side, **launch.refine(inputs, is_exact))
-    transitions = torch.empty(
-        pieces.num_slots, sizes.rows, count_transition(sizes, call), dtype=inputs.acc, device=inputs.device
-    )
+    transitions = inputs.allocate(pieces.num_slots, sizes.rows, count_transition(sizes, call))
     table = launch.tabulate_blocks(
         pieces.num_tokens, call.k_layout.ends, call.attention.block, max(1, pieces.num_tokens), inputs.device
     )
@@ -129,7 +127,7 @@ def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
     width = sizes.num_features
     return (
         Extent(sizes.v_dim + (normalizer == "encoded"), width, 0, 0),
-        Extent(int(normalizer == "unrotated"), sizes.num_sums, sizes.v_dim * width, width**2),
+        Extent(int(normalizer == "unrotated"), sizes.num_sums, sizes.matrix, width**2),
     )
 
 
@@ -187,13 +185,13 @@ class Scan(NamedTuple):
         The arguments are described in :func:`linear_memory_scan_kernel`.
         """
         inputs, sizes, call = self.inputs, self.inputs.sizes, self.inputs.call
-        num_blocks, device = len(self.decay), inputs.device
-        series = torch.empty(num_blocks + 1, sizes.rows, sizes.state, dtype=inputs.acc, device=device)
+        num_blocks = len(self.decay)
+        series = inputs.allocate(num_blocks + 1, sizes.rows, sizes.state)
         repeats, extents = parts.shape[1] // max(1, sizes.rows), list_extents(inputs)
         programs = triton.cdiv(extents[0].num_rows, ROWS) + extents[1].num_rows
         ddecay = None
         if partner is not None:
-            ddecay = torch.empty(programs, num_blocks, sizes.rows, dtype=torch.float64, device=device)
+            ddecay = inputs.allocate(programs, num_blocks, sizes.rows, dtype=torch.float64)
         variant = Variant(
             **describe_products(inputs), block_r=ROWS, memory=call.attention.rule, adds_first=adds_first,
             need_ddecay=partner is not None, normalizer=call.attention.normalizer, v_dim=sizes.v_dim,
@@ -289,7 +287,9 @@ def differentiate(
     else:
         launch.differentiate_keys(inputs, grads, slots)
     if ddecay is not None and inputs.decay is not None:
-        state_gradients.append(reduce_block_decay(inputs, ddecay, inputs.decay))
+        first, count = place_blocks(inputs)
+        by_head = ddecay[first : first + count].unflatten(1, (inputs.sizes.batch, inputs.sizes.groups))
+        state_gradients.append(reduce_decay(by_head.permute(1, 2, 0), inputs.decay))
     return state_gradients
 
 
@@ -314,7 +314,7 @@ def differentiate_delta(
     forward, backward = scans
     width = sizes.num_features
     num_rows = list_extents(inputs)[0].num_rows
-    matrices = torch.empty(len(decay), sizes.rows, width**2, dtype=inputs.operand, device=inputs.device)
+    matrices = inputs.allocate(len(decay), sizes.rows, width**2, dtype=inputs.operand)
     variant = Variant(**describe_products(inputs), block_r=ROWS_OF_GRADIENT)
     args = (
         tuple(forward), (None, None) if backward is None else tuple(backward), decay, matrices,
@@ -324,11 +324,8 @@ def differentiate_delta(
     launch.launch_with_fallback(kernels.linear_transition_gradient_kernel, programs, args, variant, {})
     vectors, pairs = None, [pair for pair in scans if pair is not None]
     if inputs.call.attention.normalizer == "unrotated":
-        begin = sizes.v_dim * width
-        vectors = torch.stack(
-            [t for pair in pairs for t in (-decay[..., None] * pair.gradients[..., begin:], pair.states[..., begin:])],
-            dim=2,
-        )
+        tails = [Pair(pair.states[..., sizes.matrix :], pair.gradients[..., sizes.matrix :]) for pair in pairs]
+        vectors = torch.stack([t for pair in tails for t in (-decay[..., None] * pair.gradients, pair.states)], dim=2)
     outs = [grads.dk, grads.dv]
     changes: dict[str, Any] = {"need_dgate": grads.dgate is not None, "num_scans": len(pairs), "memory": "delta"}
     variant, options = inputs.describe(LinearPass.DELTA_KEYS, inputs.k_side, outs, **changes)
@@ -342,26 +339,14 @@ def differentiate_delta(
     launch.launch_with_fallback(kernels.linear_memory_key_kernel, programs, args, variant, options)
 
 
-def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> Tensor:
-    """Reduce the gradient of the blocks' decays to the shape and dtype of ``decay``."""
-    first, count = place_blocks(inputs)
-    block_gradients = (
-        ddecay[first : first + count].unflatten(1, (inputs.sizes.batch, inputs.sizes.groups)).permute(1, 2, 0)
-    )
-    if decay.ndim == 1:
-        block_gradients = block_gradients.sum((0, 2))
-    return block_gradients.sum_to_size(decay.shape).to(decay.dtype).contiguous()
-
-
 # --- from token to token ---------------------------------------------------------------------------------------------
 
 
 def sum_causal_states(inputs: LaunchInputs, returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
-    """Implement :func:`launch.sum_causal_states` with a decay."""
-    pieces = inputs.pieces(of_queries=False)
-    if not inputs.state and not returns_final and pieces.num_pieces == 1:
+    """Implement :func:`launch.sum_states` for a causal mask with a decay."""
+    if not launch.needs_states(inputs, returns_final):
         return (), []
-    _, needed, per_piece = inputs.parts(returns_final)
+    pieces, (_, needed, per_piece) = inputs.pieces(of_queries=False), inputs.parts(returns_final)
     states = launch.form_states(inputs, needed, returns_final)
     series, _ = scan_parts(inputs, needed).run(states, launch.join_state(inputs, inputs.state))
     slots = split_sums(inputs, series[::per_piece][: pieces.num_pieces])
@@ -379,7 +364,7 @@ def scan_parts(inputs: LaunchInputs, parts: Pieces) -> Scan:
     else:
         sums = torch.nn.functional.pad(inputs.log_decay.double().cumsum(-1), (1, 0))
         logs = (sums[..., ends] - sums[..., begins]).permute(2, 0, 1)
-    factors = torch.empty(logs.shape, dtype=inputs.acc, device=inputs.device)
+    factors = inputs.allocate(*logs.shape)
     torch.exp(logs, out=factors)
     return Scan(inputs, _count_up(parts.num_pieces, inputs.device), None, factors.flatten(1))
 
@@ -387,17 +372,6 @@ def scan_parts(inputs: LaunchInputs, parts: Pieces) -> Scan:
 @cache
 def _count_up(count: int, device: torch.device) -> Tensor:
     return launch.make_table([*range(count + 1)], device)
-
-
-@cache
-def _index_pieces(num_pieces: int, num_parts: int, per_piece: int, has_first: bool, device: torch.device) -> Tensor:
-    """Return indices into a series over the needed parts: the start of the first piece, then the end of each piece.
-
-    If the parts of the first piece are missing, the start of this piece gets index 0.
-    """
-    skipped = 0 if has_first else 1
-    indices = [min(max(p - skipped, 0) * per_piece, num_parts) for p in range(num_pieces + 1)]
-    return launch.make_table(indices, device)
 
 
 def differentiate_causal(
@@ -420,17 +394,16 @@ def differentiate_causal(
         parts = launch.sum_query_states(inputs, needed, (None, None), scales)
         dstate_rows = launch.join_state(inputs, dstate)
         series, _ = scan_parts(inputs, needed).run(parts, dstate_rows, backward=True)
-        ends = _index_pieces(pieces.num_pieces, needed.num_pieces, per_piece, needs_first, inputs.device)
-        gradients = series.index_select(0, ends)  # gradients of the state before each piece and after the last one
+        # Gradients of the state before each piece and after the last one. The first is only needed with needs_first.
+        first = [] if needs_first else [series[:1]]
+        gradients = torch.cat([*first, series[:-1:per_piece], series[-1:]])
         dslot_states = split_sums(inputs, gradients[1:])
-    products = None
-    if needs_ddecay:
-        products = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=inputs.acc, device=inputs.device)
+    products = inputs.allocate(sizes.batch, sizes.groups, sizes.num_keys) if needs_ddecay else None
     launch.differentiate_causal_keys(inputs, grads, dslot_states, scales, products)
     state_gradients = launch.split_state(inputs, gradients[0]) if inputs.needs.state and gradients is not None else []
     if products is not None and inputs.decay is not None:
         dlogs = sum_decay_gradients(inputs, slot_states, gradients, scales, products, not dstate)
-        state_gradients.append(reduce_decay(dlogs, inputs.decay))
+        state_gradients.append(reduce_decay(dlogs, inputs.decay, of_logs=True))
     return state_gradients
 
 
@@ -470,8 +443,9 @@ def sum_decay_gradients(
     return running.flatten(-2)[..., : sizes.num_keys] + crossing
 
 
-def reduce_decay(dlogs: Tensor, decay: Tensor) -> Tensor:
-    """Convert the gradient of log g (B, H_k, N) to the gradient of ``decay``."""
+def reduce_decay(gradient: Tensor, decay: Tensor, of_logs: bool = False) -> Tensor:
+    """Reduce the gradient (B, H_k, F) of each g, or of log g, to the shape and dtype of ``decay``."""
     if decay.ndim == 1:
-        dlogs = dlogs.sum((0, 2))
-    return (dlogs.sum_to_size(decay.shape) / decay).to(decay.dtype).contiguous()
+        gradient = gradient.sum((0, 2))
+    gradient = gradient.sum_to_size(decay.shape)
+    return (gradient / decay if of_logs else gradient).to(decay.dtype).contiguous()

@@ -52,8 +52,6 @@ class Attend(Operator):
     ) -> tuple[Tensor, ...]:
         if (call.spec.norm_over == "heads" or call.spec.dim == -2) and not is_sharded(*inputs[:3]):
             call, inputs = _prepare_operands(call, inputs, impl, direct)
-        if direct and (impl == "reference" or (impl == "auto" and not inputs.q.is_cuda)):
-            return self.run_reference(call, inputs)
         if not _fits_kernels(impl, call, inputs):
             impl = "reference"
         return super().run(call, inputs, impl, direct, options, constants)
@@ -205,20 +203,18 @@ def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bo
     """
     k, v = zero_gated_tokens(operands.gate, operands.k, operands.v)
     spec, weights = call.spec, call.weights
-    norm_spec = Spec("none", norm=spec.norm, norm_over="heads", norm_eps=spec.norm_eps, norm_offset=spec.norm_offset)
     tables = Tables(operands.q.new_empty((1, 0, 1), dtype=torch.float32))
 
     def normalise(layout: Layout, tensor_weights: Weights, *xs: Tensor) -> tuple[Tensor, ...]:
         layout = layout._replace(sizes=(layout.num_grid_tokens,))
-        return run_call(Call(norm_spec, layout, tables, None, tensor_weights), xs, None, impl, direct)
+        return run_call(Call(spec.without_map(), layout, tables, None, tensor_weights), xs, None, impl, direct)
 
     if call.q_layout.is_same(call.k_layout):
         q, k = normalise(call.q_layout, weights, operands.q, k)
     else:
         (q,) = normalise(call.q_layout, of_tensor(weights, 0), operands.q)
         (k,) = normalise(call.k_layout, of_tensor(weights, 1), k)
-    spec = spec._replace(norm="none", norm_over="head", norm_eps=0.0, norm_offset=0.0)
-    return call._replace(spec=spec, weights=NO_WEIGHTS), operands._replace(q=q, k=k, v=v)
+    return call._replace(spec=spec.without_norm(), weights=NO_WEIGHTS), operands._replace(q=q, k=k, v=v)
 
 
 def _soften(x: Tensor) -> Tensor:

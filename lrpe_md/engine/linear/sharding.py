@@ -25,9 +25,8 @@ from ...reference import no_autocast
 from ...reference_memory import lay_out_decay
 from ...reference_products import product
 from ..core import sharding
-from ..core.call import Layout, Tables, Weights
+from ..core.call import Layout, Tables
 from ..core.memory import accumulator
-from ..core.norms import of_tensor
 from ..core.operator import is_sharded
 from ..core.sharding import BATCH, HEADS, TOKENS
 from .call import LinearCall, Operands, Results
@@ -420,14 +419,13 @@ def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
         # q and k share one tensor of frequencies, so autograd adds their gradients before ranks communicate.
         k_tables = k_tables._replace(omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords)
     in_rows = call.spec.map != "none"  # without a map, the layout of a shard keeps its prefix and suffix
-    of_q = sharding.local_weights(of_tensor(call.weights, 0), call.q_layout, q, in_rows)
-    of_k = sharding.local_weights(of_tensor(call.weights, 1), call.k_layout, k, in_rows)
-    weight_k, bias_k = (None if t is None else _share_gradient(t, k, partial_axes) for t in of_k[:2])
+    weights = sharding.local_weights(call.weights, [(call.q_layout, q), (call.k_layout, k)], in_rows)
+    weight_k, bias_k = (None if t is None else _share_gradient(t, k, partial_axes) for t in weights[2:])
     cu_seqlens: Any = call.cu_seqlens
     return call._replace(
         q_layout=q_layout, k_layout=k_layout, q_tables=q_tables, k_tables=k_tables, launches=None,
         cu_seqlens=cu_seqlens.to_local() if is_sharded(cu_seqlens) else cu_seqlens,
-        weights=Weights(of_q.weight, of_q.bias, weight_k, bias_k),
+        weights=weights._replace(weight_k=weight_k, bias_k=bias_k),
     )  # fmt: skip
 
 
