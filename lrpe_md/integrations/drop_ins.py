@@ -50,7 +50,9 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
             function must therefore not behave differently at larger sizes or positions, for example by scaling
             frequencies beyond 4,096 tokens. Parameter names, such as ``cos``, ``freqs``, ``position_ids`` and ``idx``,
             suggest which roles to try first. A number whose name contains ``offset``, ``start_pos`` or ``past`` is
-            taken as the row of the first token if the probe confirms this.
+            taken as the row of the first token if the probe confirms this. Numbers, flags and strings that are
+            attributes of the object are read at each call. After changing anything else that the function reads, such
+            as a global variable or a value in ``module.config``, call ``drop_in`` again.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
