@@ -8,7 +8,6 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from .checks import check_boolean
 from .engine.core.call import Act, Impl, Options, Order, Pairs, Positions
 from .engine.encode.dispatch import run_encoding, run_part
 from .engine.encode.output import take_target
@@ -229,8 +228,6 @@ def rotate(
 
     Sources: Su et al., RoFormer (arXiv 2104.09864); for several axes, RoPE-ViT (arXiv 2403.13298).
     """
-    if not isinstance(inverse, bool):
-        check_boolean("inverse", inverse)
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(
             rotate, omega=omega, positions=positions, tables=tables, prefix=prefix, pairs=pairs, rotary_dim=rotary_dim,
@@ -239,7 +236,7 @@ def rotate(
         )  # fmt: skip
         return encode_qkv(again, xs, qkv, num_key_heads, out)
     where: Any = positions
-    if tables is not None or omega is None or positions is None or prefix:
+    if tables is not None or omega is None or positions is None or prefix or not isinstance(inverse, bool):
         where = take_tables(xs, tables, prefix, inverse, omega, positions, phase, amplitude)
     elif inverse:
         turned: Any = tuple(map(_negated, phase)) if type(phase) is tuple else _negated(phase)

@@ -576,7 +576,7 @@ def preset(
     if split is not None:
         check_split(split, frequencies.num_axes, f"{name}'s ")
         changes["split"] = tuple(split)
-    frequencies = replace(frequencies, **changes)
+        frequencies = replace(frequencies, split=changes["split"])
     made = make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(

@@ -60,7 +60,11 @@ def run_encoding(
         tables = Tables(omega, phase, None, grid.origin, None, None, amplitude)
         call = Call(cached_call.spec, cached_call.layout, tables, cached_call.launches, weights)
     if target is None and call.tables.phase is phase and (phase is None or phase.ndim == 2):
-        ys = ENCODE.run(call, xs, options.impl, direct, (), constants)
+        impl = options.impl
+        if direct and (impl == "reference" or (impl == "auto" and not xs[0].is_cuda)):
+            ys = ENCODE.run_reference(call, xs)
+        else:
+            ys = ENCODE.run(call, xs, impl, direct, (), constants)
     elif target is None:
         ys = run_call(call, xs, phase, options.impl, direct)
     else:

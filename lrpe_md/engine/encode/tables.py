@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...checks import as_integer, can_read, check_dense, show_value
+from ...checks import as_integer, can_read, check_boolean, check_dense, show_value
 from ...positions.grid import Coordinates, Grid
 from ..core.call import Call, CallerTables, CosSin, Layout, Spec
 from ..core.memory import accumulator
@@ -52,6 +52,8 @@ def take_tables(
     xs: Sequence[Any], tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any, amplitude: Any
 ) -> CallerTables:
     """Convert the argument ``tables`` of a public function, and check that the other arguments are compatible."""
+    if not isinstance(inverse, bool):
+        check_boolean("inverse", inverse)
     if tables is None:
         missing = [name for name, value in (("omega", omega), ("positions", positions)) if value is None]
         if missing and (error := find_positional(xs, *missing)):
