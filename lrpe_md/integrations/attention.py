@@ -174,17 +174,17 @@ class _Again:
         self.encode, self.xs = encode, tuple(x.detach() for x in xs)
         self.versions = [x._version for x in self.xs]
         of_inputs = {x.untyped_storage()._cdata for x in xs}
-        storages = [y.untyped_storage()._cdata for y in encoded]
-        self.storages = [storage for storage in storages if storage not in of_inputs]
+        storages = enumerate(y.untyped_storage()._cdata for y in encoded)
+        self.indices = {storage: i for i, storage in storages if storage not in of_inputs}
         kind = xs[0].device.type
         self.autocast: Any = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         self.made: dict[int, Tensor] = {}  # recomputed tensors that have not been unpacked yet
 
     def pack(self, t: Tensor) -> Any:
         storage = t.untyped_storage()._cdata
-        if storage not in self.storages:
+        if storage not in self.indices:
             return t
-        return self.storages.index(storage), t.size(), t.stride(), t.storage_offset()
+        return self.indices[storage], t.size(), t.stride(), t.storage_offset()
 
     def unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):

@@ -88,7 +88,10 @@ class Formula(NamedTuple):
     method: str = "forward"  # returns the tables
 
     def agrees(self, rope: Any, args: Sequence[Any]) -> bool:
-        made = _split(getattr(type(rope), self.method)(rope, *args))  # without the hooks of accelerate
+        try:
+            made = _split(getattr(type(rope), self.method)(rope, *args))  # without the hooks of accelerate
+        except (TypeError, ValueError, RuntimeError):  # another model's module, with different arguments
+            return False
         angles = _angles(self.locate(rope, self.settings, *args), self.omega, torch.device("cpu"))
         bound = max(_BOUND, 4 * torch.finfo(made[0].dtype).eps)
         pairs = zip(made, (angles.cos(), angles.sin()), strict=True)
@@ -246,8 +249,10 @@ class StandIn(NamedTuple):
     method: str
 
     def derive(self, cls: type) -> Any:
-        changed = _with_changes(getattr(cls, self.method))
-        return derive_class(cls, ((self.method, (changed, None)),), self, ("rotation", "formula"))
+        methods = {self.method: _with_changes(getattr(cls, self.method))}
+        if hasattr(cls, "get_batch_embeds"):
+            methods["get_batch_embeds"] = _by_grid(cls.get_batch_embeds)
+        return derive_class(cls, tuple((n, (m, None)) for n, m in methods.items()), self, ("rotation", "formula"))
 
 
 @functools.cache
@@ -257,6 +262,25 @@ def _with_changes(method: Any) -> Any:
         return self.formula.apply_changes(self, method(self, *args, **kwargs), *args, *kwargs.values())
 
     return changed
+
+
+@functools.cache
+def _by_grid(method: Any) -> Any:
+    """Make timm's ``get_batch_embeds`` compute each grid with ``get_embed``, instead of slicing the largest grid."""
+
+    @functools.wraps(method)
+    def by_grid(self: Any, shapes: Sequence[Any], seq_len: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self.feat_shape is not None:  # raises an error if the module caches the table of a single grid
+            return method(self, shapes, seq_len, *args, **kwargs)
+        tables = [self.get_embed(shape, *args, **kwargs) for shape in shapes]
+        if seq_len is None or not tables:
+            return tables
+        padded = tables[0].new_zeros(len(tables), seq_len, tables[0].shape[-1])
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded
+
+    return by_grid
 
 
 def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, TableFrequencies]:

@@ -361,14 +361,18 @@ def make_dit(keep_encoded, depth):
     return model, (torch.randn(2, 3, 8, 8), torch.rand(2), tokenize(["a red square", "one"]))
 
 
-def make_lm(keep_encoded, depth):
-    config = LmConfig(dim=32, depth=depth, num_heads=4, num_kv_heads=2, hidden=48, keep_encoded=keep_encoded)
+def make_lm(keep_encoded, depth, encoding="rotate"):
+    sizes = {"dim": 32, "depth": depth, "num_heads": 4, "num_kv_heads": 2, "hidden": 48}
+    config = LmConfig(**sizes, encoding=encoding, keep_encoded=keep_encoded)
     return CausalLm(config), (torch.randint(0, 256, (2, 12)),)
+
+
+make_lm_without_positions = partial(make_lm, encoding="none")  # encodes k by repeating it, and returns q itself
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("how", slow_except(["eager"], ["eager", "compiled"]))
-@pytest.mark.parametrize("make", [make_dit, make_lm])
+@pytest.mark.parametrize("make", [make_dit, make_lm, make_lm_without_positions])
 def test_other_backbones(make, how, device):
     torch.compiler.reset()
     found, kept = [], []
@@ -384,6 +388,19 @@ def test_other_backbones(make, how, device):
     for a, b in zip(*found, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
     assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("unchanged", ["q", "k", "both", "none"])
+def test_encodings_that_return_an_input(unchanged, device):
+    def encode(q, k):
+        return q if unchanged in ("q", "both") else 2 * q, k if unchanged in ("k", "both") else 3 * k
+
+    qkv = torch.randn(3, B, H, N, D, device=device, requires_grad=True)
+    found = []
+    for attend_by in (plain, attend_encoded):
+        y = attend_by(encode, partial(softmax_attention, scale=0.25), *qkv.unbind(0))
+        found.append(torch.autograd.grad(y.square().sum(), qkv)[0])
+    assert torch.equal(*found)
 
 
 def test_one_of_two_ways_to_save_memory(device):

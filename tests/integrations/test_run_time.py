@@ -4,6 +4,7 @@ diffusers models, models.dit and models.video, without recompiling or waiting fo
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import pickle
 import re
@@ -281,6 +282,38 @@ def test_models_of_other_libraries(name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("rope_type", ["axial", "dinov3"])
+@pytest.mark.filterwarnings("ignore")
+def test_batches_of_images_of_different_sizes(rope_type):
+    """For such a batch, timm slices the tables of axial RoPE out of the table of the largest grid."""
+    timm = pytest.importorskip("timm")
+    sizes = {"depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 0}
+    model = randomize(timm.create_model("naflexvit_base_patch16_gap", rope_type=rope_type, **sizes))
+    grids = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for h, w in ((4, 5), (2, 6))]
+    coords = torch.nn.utils.rnn.pad_sequence(grids, batch_first=True)
+    valid = torch.arange(20) < torch.tensor([[20], [12]])
+    batch = {"patches": torch.randn(2, 20, 768), "patch_coord": coords, "patch_valid": valid}
+    before, tables = model(batch), model.rope.get_batch_embeds([(4, 5), (2, 6)], seq_len=24)
+    set_scaling(model, None)
+    assert torch.equal(model(batch), before)
+    assert torch.equal(model.rope.get_batch_embeds([(4, 5), (2, 6)], seq_len=24), tables)
+    set_places(model, 1, torch.arange(6.0).flip(0))
+    assert (model(batch) - before).abs().max() > 1e-3
+    set_places(model, 1, None)
+    set_scaling(model, partial(linear_scaling, factor=2.0))
+    found = [call(batch) for call in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
+    restore_rotary(model)
+    assert torch.equal(model(batch), before)
+    if rope_type == "axial":
+        model.rope.bands.div_(2)
+    else:
+        model.rope.periods.mul_(2)
+    for each in found:
+        torch.testing.assert_close(each, model(batch), **BOUND)
+    assert (found[0] - before).abs().max() > 1e-3
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_random_coordinates_in_training(library):
     """We don't know the coordinates that DINOv3 draws, so changed frequencies would rotate by wrong angles."""
@@ -316,6 +349,21 @@ def test_tables_of_ones_own_are_refused():
         set_scaling(model, None)
     assert torch.equal(call_wan(model), before)
     assert not hasattr(model.rope, "rotation")
+
+
+@pytest.mark.parametrize("name", ["lumina2", "hunyuan_video_framepack", "qwenimage"])
+def test_modules_with_other_arguments_are_refused(name):
+    """These modules store their frequencies as FLUX or HunyuanVideo do, but their methods take other arguments."""
+    diffusers()
+    names = {
+        "lumina2": ("Lumina2RotaryPosEmbed", (10000, [4, 6, 6])),
+        "hunyuan_video_framepack": ("HunyuanVideoFramepackRotaryPosEmbed", (2, 1, [4, 6, 6])),
+        "qwenimage": ("QwenEmbedRope", (10000, [4, 6, 6])),
+    }
+    cls, args = names[name]
+    rope = getattr(importlib.import_module(f"diffusers.models.transformers.transformer_{name}"), cls)(*args)
+    with pytest.raises(ValueError, match=f"expected a module whose tables are known, got {cls}"):
+        set_scaling(nn.Sequential(rope, nn.Identity()), None)
 
 
 # --- models.dit ------------------------------------------------------------------------------------------------------
