@@ -374,12 +374,18 @@ def _rebuild(cls: Any, *recipes: Any) -> Any:
     return cls.__new__(cls)
 
 
-def restore_class(part: Any) -> None:
-    """Restore an object's original class. The object's class must not be a subclass of an adapted class."""
+def restore_class(part: Any) -> dict[Any, str]:
+    """Restore an object's original class, and return the names of our methods, by method.
+
+    The object's class must not be a subclass of an adapted class.
+    """
+    ours: dict[Any, str] = {}
     while is_adapted(type(part)):
+        ours |= {method: name for name, method in vars(type(part)).items() if isinstance(method, FunctionType)}
         for name in getattr(type(part), _EXTRAS):
             delattr(part, name)
         part.__class__ = original_class(type(part))
+    return ours
 
 
 def replaced_names(cls: type) -> set[str]:

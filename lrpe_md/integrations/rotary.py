@@ -249,7 +249,10 @@ def _restore(found: dict[str, Any]) -> dict[str, Changes]:
             if isinstance(value, (MethodType, Exchanged)) and value in originals:
                 vars(part)[name] = originals[value]
     for part in adapted.values():
-        copies.restore_class(part)
+        ours = copies.restore_class(part)
+        for name, value in vars(part).items():  # accelerate stores methods of the adapted class
+            if isinstance(value, MethodType) and value.__func__ in ours:
+                vars(part)[name] = MethodType(getattr(type(part), ours[value.__func__]), part)
     return changes
 
 

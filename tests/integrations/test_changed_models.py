@@ -394,13 +394,17 @@ def test_a_method_that_is_set_afterwards_stays():
     assert_same(differentiate(adapt_rotary(model)), expected)
 
 
-def test_hooks_that_are_removed_after_adapting():
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_hooks_that_are_removed_after_adapting(hooked_first):
     """accelerate moves the method back that adapt_rotary has replaced."""
     hooks = pytest.importorskip("accelerate.hooks")
     model = tiny("Llama")
     attention, expected = model.layers[0].self_attn, differentiate(model)
+    if not hooked_first:
+        adapt_rotary(model)
     hooks.add_hook_to_module(attention, hooks.ModelHook())
-    adapt_rotary(model)
+    if hooked_first:
+        adapt_rotary(model)
     hooks.remove_hook_from_module(attention)
     assert_same(differentiate(model), expected)
     restore_rotary(model)
