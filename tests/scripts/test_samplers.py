@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lrpe_md.models.flow import NOISE_START, draw_times, flow_matching_loss, sample, velocity_of
+from lrpe_md.models.flow import NOISE_START, draw_times, flow_matching_loss, sample, time_grid, velocity_of
 from lrpe_md.scripts.train.distance import RandomFeatures, frechet_distance
 from lrpe_md.scripts.train.samplers import SAMPLERS, Sampling, draw_samples
 from torch import nn
@@ -40,6 +40,29 @@ def test_samplers_solve_a_known_equation(sampler, prediction):
     start = 1.1 * (1 - NOISE_START) if prediction == "noise" else 0
     assert error(40) < (0.02 if first_order else 0.003) + start
     assert error(80) < 0.7 * error(20) + start
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_many_steps_in_16_bits_do_not_add_up_rounding(sampler):
+    noise = torch.randn(500, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = draw_samples(Exact("velocity"), noise, None, Sampling(sampler, 200))
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - MEAN - DEVIATION * noise.double()).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("shift", [0.5, 3.0])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_share_the_times(sampler, shift):
+    noise, seen = torch.zeros(1, 1), []
+
+    def model(z, t, text=None):
+        seen.append(t.item())
+        return z
+
+    draw_samples(model, noise, None, Sampling(sampler, 5), shift=shift)
+    torch.testing.assert_close(
+        torch.tensor(seen)[:: 2 if sampler == "heun" else 1], time_grid(5, shift)[:-1].float(), rtol=0, atol=2e-6
+    )
 
 
 def test_eulers_method_equals_that_of_diffusers():

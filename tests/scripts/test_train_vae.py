@@ -79,6 +79,17 @@ def test_a_saved_vae_has_the_averaged_weights(tmp_path):
     assert loaded.shift_factor == pytest.approx(about["latent_mean"])
 
 
+def test_the_scale_of_latents_comes_from_all_classes(tmp_path, monkeypatch):
+    seen, read = [], vae.batches_of
+    monkeypatch.setattr(vae, "BATCH", 1)  # the scale is computed from 16 batches
+    monkeypatch.setattr(
+        vae, "batches_of", lambda source, chosen, device: (seen.append(chosen), read(source, chosen, device))[1]
+    )
+    vae.run(config(write_classes(tmp_path / "classes", each=20), tmp_path / "run", steps=1))
+    assert len(seen[-1]) == 16
+    assert set(seen[-1] // 20) == {0, 1, 2}
+
+
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_killed_training_resumes_bit_equal(tmp_path, monkeypatch, stop):
     """Kill the run one step after the checkpoint, and after the last step but before the VAE is written."""

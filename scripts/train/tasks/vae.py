@@ -25,6 +25,7 @@ from ...common.folder import new_folder, save_whole
 from ..conditions import EncoderSize
 from ..config import changed, option
 from ..data.buckets import Sizes, parse_mixed
+from ..data.records import choose_subset
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..encodings import Backbone
 from ..generation import split_by_bucket
@@ -157,7 +158,8 @@ def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[
 @torch.no_grad()
 def latent_scale(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[float, float]:
     """Encode training images, and return the mean and standard deviation of all latent values."""
-    values, (total, squares, count) = source.train[: 16 * BATCH], (0.0, 0.0, 0)
+    values = source.train[choose_subset(len(source.train), 16 * BATCH)]  # files are often sorted by class
+    total, squares, count = 0.0, 0.0, 0
     for x in batches_of(source, values, trainer.accelerator.device):
         with trainer.accelerator.autocast():
             _, mean, logvar = trainer.averaged(x, sampled=False)
