@@ -25,6 +25,7 @@ from ...common.folder import new_folder, save_whole
 from ..conditions import EncoderSize
 from ..config import changed, option
 from ..data.buckets import Sizes, parse_mixed
+from ..data.records import choose_subset
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..encodings import Backbone
 from ..generation import split_by_bucket
@@ -136,12 +137,16 @@ def loss(config: VaeTraining, model: nn.Module, x: Tensor) -> Tensor:
     return F.mse_loss(found.float(), x) + config.kl * kl
 
 
+def choose_tests(config: VaeTraining, source: Source) -> np.ndarray:
+    """Return at most --test-samples held-out images, randomly chosen because the data may be sorted by class."""
+    return source.held_out[choose_subset(len(source.held_out), config.test_samples)]
+
+
 @torch.no_grad()
 def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Return the error on held-out images, and some of the images with their reconstructions."""
     error, shown = 0.0, []
-    chosen = source.held_out[: config.test_samples]
-    for x in batches_of(source, chosen, trainer.accelerator.device):
+    for x in batches_of(source, choose_tests(config, source), trainer.accelerator.device):
         with trainer.accelerator.autocast():
             found = trainer.averaged(x, sampled=False)[0].float()
         error += (found.clamp(-1, 1) - x).square().mean((1, 2, 3)).sum().item()
@@ -157,7 +162,7 @@ def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[
 @torch.no_grad()
 def latent_scale(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[float, float]:
     """Encode training images, and return the mean and standard deviation of all latent values."""
-    values, (total, squares, count) = source.train[: 16 * BATCH], (0.0, 0.0, 0)
+    values, (total, squares, count) = source.train[choose_subset(len(source.train), 16 * BATCH)], (0.0, 0.0, 0)
     for x in batches_of(source, values, trainer.accelerator.device):
         with trainer.accelerator.autocast():
             _, mean, logvar = trainer.averaged(x, sampled=False)
@@ -190,7 +195,7 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
         weights = trainer.whole_weights()
         if trainer.accelerator.is_main_process:
             images = {name: pixels(values) for name, values in columns.items()}
-            shown = np.concatenate(split_by_bucket(source, source.held_out[: config.test_samples], BATCH))
+            shown = np.concatenate(split_by_bucket(source, choose_tests(config, source), BATCH))
             shown = shown.repeat(config.frames if len(source.values.shape(config.size)) > 2 else 1)[: config.samples]
             names = source.names(shown)[: len(images[HELD_OUT])]
             save_whole(config.out / "reconstructions.png", lambda part: write_sheet(part, names, images))
