@@ -55,7 +55,9 @@ class Evaluation:
 
     @property
     def held_out(self) -> np.ndarray:
-        return self.source.held_out[: self.limit]
+        """Randomly chosen held-out samples. The data may be sorted, for example by class."""
+        held_out = self.source.held_out
+        return held_out[choose_subset(len(held_out), self.limit)]
 
     @property
     def settings(self) -> list[Setting]:

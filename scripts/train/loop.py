@@ -360,7 +360,8 @@ class Trainer:
         if self.clock is not None:
             self.pace.append((now - self.clock[1]) / (self.step - self.clock[0]))
         self.clock = self.step, now
-        row = {"step": self.step, "loss": loss, "lr": self.inner.param_groups[0]["lr"]}
+        unscaled = next(group for group in self.inner.param_groups if group.get("lr_scale", 1.0) == 1.0)
+        row = {"step": self.step, "loss": loss, "lr": unscaled["lr"]}
         if validate is not None:
             self.averaged.eval()
             row |= validate()

@@ -531,6 +531,10 @@ def test_layer_decay_scales_the_rate_of_each_layer(shards, tmp_path):
     assert scale["blocks.2.attn.qkv.weight"] == 2 * scale["blocks.1.attn.qkv.weight"]
     assert scale["blocks.1.attn.qkv.weight"] == 2 * scale["blocks.0.attn.qkv.weight"]
     assert ImageTraining(out=tmp_path, **options).optimizer_arguments(model) == {}
+    few = {**options, "lr": 0.25, "schedule": "constant", "warmup": 0, "steps": 1}
+    train_image.run(ImageTraining(out=tmp_path / "run", layer_decay=0.5, **few))
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert [row["lr"] for row in state["history"]] == [0.25]
 
 
 def test_mixup_needs_pairs(shards, tmp_path):

@@ -206,6 +206,17 @@ def test_held_out_loss_samples_latents_as_training_does(data, tmp_path, monkeypa
     assert 0.9 < ((seen[0] - latents.batch(held_out, 8)) / std).std() < 1.1
 
 
+def test_held_out_loss_uses_all_classes(tmp_path):
+    """The held-out samples are sorted by class."""
+    folder = write_classes(tmp_path / "classes", each=24)
+    chosen = config({"data": folder, "size": 8, "test_size": 0}, tmp_path / "run", test_samples=9)
+    source = diffusion.open_source(chosen, CPU)
+    held_out = diffusion.make_evaluation(chosen, source, CPU).held_out
+    assert len(held_out) == 9
+    assert set(held_out) <= set(source.held_out)
+    assert len(set(source.names(held_out))) == 3
+
+
 def test_decoded_latents_equal_the_vae(tmp_path):
     vae = load_vae(str(write_vae(tmp_path / "vae")))
     decoder, z = Decoder(vae, CPU), torch.randn(2, 3, 5, 4, 4)

@@ -281,6 +281,27 @@ def test_the_gate_of_a_delta_layer_is_limited(encoding: str, tmp_path: Path, mon
     assert max(seen) > 0.3
 
 
+def test_the_loss_does_not_depend_on_how_a_batch_is_divided(tmp_path: Path) -> None:
+    """Clips have different numbers of questions, but the same weight in any micro-batch."""
+    chosen = config(tmp_path, data="4x2x3", writes=2, questions=2)
+    x, labels = recall.batch(chosen, torch.device("cpu"), np.zeros(8, np.int64), draws(8))
+    numbers = (labels >= 0).sum(1)
+    assert len(set(numbers.tolist())) > 1
+    model = torch.nn.Sequential(torch.nn.Flatten(2), Transposed(), torch.nn.Linear(chosen.symbols.channels, 8)).double()
+    x = x.double()
+    logs = model(x).log_softmax(-1)
+    each = [-logs[i, places, labels[i, places]].mean() for i, places in enumerate(labels >= 0)]
+    whole = recall.loss(model, (x, labels))
+    torch.testing.assert_close(whole, torch.stack(each).mean())
+    parts = [recall.loss(model, (x[i::4], labels[i::4])) for i in range(4)]
+    torch.testing.assert_close(torch.stack(parts).mean(), whole)
+
+
+class Transposed(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mT
+
+
 @pytest.mark.slow
 def test_a_small_softmax_model_learns_both_kinds_of_questions(tmp_path: Path) -> None:
     result = recall.run(

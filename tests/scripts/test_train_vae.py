@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 import torch
 import typer
 from generative_data import SMALL, write_classes, write_films
+from lrpe_md.scripts.train.conditions import EncoderSize
+from lrpe_md.scripts.train.data.buckets import Sizes
+from lrpe_md.scripts.train.data.source import Encoding, load_source
 from lrpe_md.scripts.train.data.values import Latents
 from lrpe_md.scripts.train.tasks import diffusion, vae
 from lrpe_md.scripts.train.tasks.vae import VaeTraining
@@ -116,6 +120,22 @@ def test_frames_of_videos_are_images(tmp_path):
     films = write_films(tmp_path / "films")
     result = vae.run(config(films, tmp_path / "run", segment=12, frames=3))
     assert np.isfinite(result["held_out"]["mse"])
+
+
+def test_tests_and_the_scale_of_latents_use_all_classes(tmp_path, monkeypatch):
+    """Held-out and training samples are sorted by class."""
+    chosen = config(write_classes(tmp_path / "classes", each=24), tmp_path / "run", test_samples=9)
+    encoding = Encoding(EncoderSize(1, 1, 1, 1))
+    source = load_source(chosen, Sizes((8,), (), 2, 1.0), torch.device("cpu"), encoding)
+    assert len(set(source.names(vae.choose_tests(chosen, source)))) == 3
+    seen = []
+    monkeypatch.setattr(vae, "BATCH", 1)
+    monkeypatch.setattr(vae, "batches_of", lambda source, indices, device: seen.extend(indices) or [])
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(device=None))
+    with pytest.raises(ZeroDivisionError):  # no batches
+        vae.latent_scale(chosen, source, trainer)
+    assert len(seen) == 16
+    assert len(set(source.names(np.array(seen)))) == 3
 
 
 def test_wrong_options_are_refused(tmp_path):

@@ -162,9 +162,14 @@ def patches(config: RecallTraining) -> int:
 
 
 def loss(model: nn.Module, clips: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross-entropy of the answers over all questions."""
+    """Return the mean over the clips of the mean cross-entropy of each clip's answers.
+
+    Clips have different numbers of questions. A mean over all questions would weight clips differently if a batch is
+    divided among processes or micro-batches.
+    """
     x, labels = clips
-    return F.cross_entropy(model(x).flatten(0, 1), labels.flatten(), ignore_index=NO_ANSWER)
+    losses = F.cross_entropy(model(x).transpose(1, 2), labels, ignore_index=NO_ANSWER, reduction="none")
+    return (losses.sum(1) / (labels != NO_ANSWER).sum(1)).mean()
 
 
 @torch.no_grad()

@@ -137,12 +137,16 @@ def loss(config: VaeTraining, model: nn.Module, x: Tensor) -> Tensor:
     return F.mse_loss(found.float(), x) + config.kl * kl
 
 
+def choose_tests(config: VaeTraining, source: Source) -> np.ndarray:
+    """Return at most --test-samples held-out images, randomly chosen because the data may be sorted by class."""
+    return source.held_out[choose_subset(len(source.held_out), config.test_samples)]
+
+
 @torch.no_grad()
 def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Return the error on held-out images, and some of the images with their reconstructions."""
     error, shown = 0.0, []
-    chosen = source.held_out[: config.test_samples]
-    for x in batches_of(source, chosen, trainer.accelerator.device):
+    for x in batches_of(source, choose_tests(config, source), trainer.accelerator.device):
         with trainer.accelerator.autocast():
             found = trainer.averaged(x, sampled=False)[0].float()
         error += (found.clamp(-1, 1) - x).square().mean((1, 2, 3)).sum().item()
@@ -192,7 +196,7 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
         weights = trainer.whole_weights()
         if trainer.accelerator.is_main_process:
             images = {name: pixels(values) for name, values in columns.items()}
-            shown = np.concatenate(split_by_bucket(source, source.held_out[: config.test_samples], BATCH))
+            shown = np.concatenate(split_by_bucket(source, choose_tests(config, source), BATCH))
             shown = shown.repeat(config.frames if len(source.values.shape(config.size)) > 2 else 1)[: config.samples]
             names = source.names(shown)[: len(images[HELD_OUT])]
             save_whole(config.out / "reconstructions.png", lambda part: write_sheet(part, names, images))
