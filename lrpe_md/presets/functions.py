@@ -120,7 +120,7 @@ def cells(shape: Shape, by: Literal["axis", "shorter", "longer"] = "axis") -> Gr
 def crop(shape: Shape, size: tuple[int, int] | None = (30, 45)) -> Grid:
     """Place tokens in the middle of the training grid, in the largest crop with this grid's aspect ratio."""
     num, height, width = shape = frames(shape)
-    if size is None:
+    if size is None or 0 in shape:
         return Grid(shape)
     tall = height / width > size[0] / size[1]
     rows = size[0] if tall else round(size[1] / width * height)
@@ -131,7 +131,7 @@ def crop(shape: Shape, size: tuple[int, int] | None = (30, 45)) -> Grid:
 
 def same_area(shape: Shape, area: float = 192 * 192) -> Grid:
     shape = frames(shape)
-    scale = (area / (shape[1] * shape[2])) ** 0.5
+    scale = (area / max(1, shape[1] * shape[2])) ** 0.5
     return Grid(shape).centre((1, 2)).rescale((1, scale, scale))
 
 
@@ -197,6 +197,8 @@ def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0,
     the diagonal from one frame to the next.
     """
     num, height, width = frames(shape)
+    if not height * width:
+        return Coordinates(torch.zeros(0, 3, dtype=torch.float64, device="cpu"))
     across = Grid((height, width)).centre().coordinates()
     y, x = across.unbind(-1)
     angle = torch.atan2(y, x)

@@ -371,6 +371,17 @@ def test_reference_of_an_image_in_a_scheme_with_more_axes(name, text):
         p.positions(*text, (6, 10), reference=(3,))
 
 
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+def test_empty_grids_have_no_tokens(name):
+    p = preset(name, num_heads=8)
+    for shape in [(0,), (0, 2), (2, 0), (0, 2, 2), (2, 0, 2), (2, 2, 0)]:
+        try:
+            positions = p.positions(shape)
+        except ValueError:  # a shape with the wrong number of axes
+            continue
+        assert positions.num_tokens == 0
+
+
 @pytest.mark.parametrize("name", ["dinov3", "cosformer", "cogvideox", "mochi"])
 def test_positions_that_scale_with_the_size_are_not_rescaled_again(name):
     p = preset(name, num_heads=SCHEMES[name].num_heads)
