@@ -92,6 +92,8 @@ def find_problems(figure: Any) -> list[Any]:
 @pytest.mark.parametrize("case", slow_except(QUICK, CASES))
 def test_nothing_overlaps_or_leaves_the_figure(case: str, width: float, panel: str | None):
     encoding, options = CASES[case]
+    if panel not in (None, "angles"):
+        options = {name: value for name, value in options.items() if name != "maps"}
     try:
         figure = lrpe_md.show(encoding, width=width, panels=[panel] if panel else [], **options)
     except ValueError as error:
