@@ -25,8 +25,8 @@ from lrpe_md.checks import can_read
 from .text import Text, join_texts
 
 __all__ = [
-    "NOISE_START", "check_times", "draw_times", "flow_matching_loss", "guided", "integrate", "mean_flow_loss", "sample",
-    "time_grid", "velocity_of",
+    "NOISE_START", "check_times", "draw_times", "flow_matching_loss", "guided", "in_float32", "integrate",
+    "mean_flow_loss", "sample", "time_grid", "velocity_of",
 ]  # fmt: skip
 
 Method = Literal["euler", "heun"]
@@ -253,6 +253,18 @@ def integrate(velocity: Velocity, z: Tensor, times: Tensor, method: Method = "he
     return z
 
 
+def in_float32(predict: Velocity, noise: Tensor) -> tuple[Velocity, Tensor]:
+    """Return the noise in at least float32, and a function that still passes z to the model in the noise's dtype.
+
+    If a sampler kept z in 16 bits, small steps would be rounded away.
+    """
+
+    def predict_in_noise_dtype(z: Tensor, t: Tensor) -> Tensor:
+        return predict(z.to(noise.dtype), t).to(z.dtype)
+
+    return predict_in_noise_dtype, noise.to(torch.promote_types(noise.dtype, torch.float32))
+
+
 @torch.no_grad()
 def sample(
     model: Any,
@@ -275,12 +287,11 @@ def sample(
     Euler's method.
     """
     found = _prediction_of(model, prediction)
-    predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
+    (predict, z), times = in_float32(guided(model, text, scale, negative), noise), time_grid(steps, shift)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
-        return velocity_of(predict(z.to(noise.dtype), t).to(z.dtype), z, t, found)
+        return velocity_of(predict(z, t), z, t, found)
 
-    z = noise.to(torch.promote_types(noise.dtype, torch.float32))  # in 16 bits, small steps would be rounded away
     if found == "noise":
         times = times.clamp(max=NOISE_START)
     if found == "sample":

@@ -178,7 +178,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
 
 
 def _fit_cosine(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
-    """Fit the arguments of cosine to the two halves of a function's output (H, N, C), in the simpler order."""
+    """Fit cosine to the halves of an output (H, N, C), in the order of halves that needs fewer arguments."""
     found: list[dict[str, Any]] = []
     reasons = []
     for halves, order in (((cos, sin), {}), ((sin, cos), {"order": "sin_cos"})):

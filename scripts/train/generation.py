@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from ...models.flow import Prediction, flow_matching_loss
-from .data.records import choose_subset
+from .data.records import take_subset
 from .data.source import Source
 from .distance import frechet_distance
 from .samplers import Sampling, draw_samples
@@ -55,9 +55,8 @@ class Evaluation:
 
     @property
     def held_out(self) -> np.ndarray:
-        """Randomly chosen held-out samples. The data may be sorted, for example by class."""
-        held_out = self.source.held_out
-        return held_out[choose_subset(len(held_out), self.limit)]
+        """Randomly chosen held-out samples."""
+        return take_subset(self.source.held_out, self.limit)
 
     @property
     def settings(self) -> list[Setting]:
@@ -147,7 +146,7 @@ class Evaluation:
         The distance uses random features. The generated samples have the same conditions as the training samples.
         """
         size = self.source.values.sizes[0]
-        chosen = self.source.train[choose_subset(len(self.source.train), num)]
+        chosen = take_subset(self.source.train, num)
         parts = split_by_bucket(self.source, chosen, BATCH)
 
         def generated() -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.flow import NOISE_START, Prediction, guided, sample, time_grid, velocity_of
+from ...models.flow import NOISE_START, Prediction, guided, in_float32, sample, time_grid, velocity_of
 
 METHODS = ("euler", "heun")
 SCHEDULERS = {  # maps a name to a diffusers class and its arguments
@@ -57,12 +57,10 @@ def draw_samples(
     scheduler.set_begin_index(0)  # needed because rounded timesteps can repeat
     # The schedulers choose different times, and start below t = 1. At exactly 1, their log(1 - t) is infinite.
     scheduler.sigmas = time_grid(sampling.steps, shift).clamp(max=1 - 1e-6)
-    predict = guided(model, text, sampling.scale, negative)
-    z = noise.to(torch.promote_types(noise.dtype, torch.float32))  # in 16 bits, small steps would be rounded away
+    predict, z = in_float32(guided(model, text, sampling.scale, negative), noise)
     for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
         t = torch.full((len(z),), sigma, device=z.device)
         if sampling.prediction == "noise":
             t = t.clamp(max=NOISE_START)
-        found = predict(z.to(noise.dtype), t).to(z.dtype)
-        z = scheduler.step(velocity_of(found, z, t, sampling.prediction), timestep, z, return_dict=False)[0]
+        z = scheduler.step(velocity_of(predict(z, t), z, t, sampling.prediction), timestep, z, return_dict=False)[0]
     return z.to(noise.dtype)

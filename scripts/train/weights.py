@@ -82,7 +82,8 @@ def start_from(
     trained_pixels = None if before else _find_other_pixels(settings, found)
     if trained_pixels:
         found = _convert_pixels(found, *trained_pixels)
-    found = _fit(found, model, _find_table_grid(before)) if isinstance(model, LrpeVisionTransformer) else dict(found)
+    table_grid = _find_table_grid(before)
+    found = _fit(found, model, table_grid) if isinstance(model, LrpeVisionTransformer) else dict(found)
     dropped = {"pos_embed"} & in_file.keys() - found.keys()
     for name, module in model.named_modules():
         if isinstance(module, FrequencyModule):
@@ -90,7 +91,7 @@ def start_from(
             own.update({key: value for key, value in found.items() if key == f"{name}.sign"})
     # Skip a head with a different number of rows, because the classes differ.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
-    wrong = _describe_other_table(model, _find_table_grid(before)) if "pos_embed" in fits else []
+    wrong = _describe_other_table(model, table_grid) if "pos_embed" in fits else []
     wrong += [
         f"{name} is {in_file.get(name, tuple(found[name].shape))} in the file and {tuple(own[name].shape)} in the model"
         for name in found.keys() & own.keys() - fits.keys()

@@ -285,7 +285,7 @@ def test_models_of_other_libraries(name):
 @pytest.mark.parametrize("rope_type", ["axial", "dinov3"])
 @pytest.mark.filterwarnings("ignore")
 def test_batches_of_images_of_different_sizes(rope_type):
-    """For such a batch, timm slices the tables of axial RoPE out of the table of the largest grid."""
+    """For such a batch, timm cuts the tables of axial RoPE out of the largest grid's table."""
     timm = pytest.importorskip("timm")
     sizes = {"depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 0}
     model = randomize(timm.create_model("naflexvit_base_patch16_gap", rope_type=rope_type, **sizes))

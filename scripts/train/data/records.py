@@ -35,6 +35,11 @@ def choose_subset(num: int, limit: int | None) -> np.ndarray:
     return np.sort(np.random.default_rng(0).permutation(num)[:limit])
 
 
+def take_subset(indices: np.ndarray, limit: int | None) -> np.ndarray:
+    """Choose at most ``limit`` indices at random, because the data may be sorted, for example by class."""
+    return indices[choose_subset(len(indices), limit)]
+
+
 def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> str:
     """Describe how many samples of each class are held out for tests.
 

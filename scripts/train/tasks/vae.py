@@ -25,7 +25,7 @@ from ...common.folder import new_folder, save_whole
 from ..conditions import EncoderSize
 from ..config import changed, option
 from ..data.buckets import Sizes, parse_mixed
-from ..data.records import choose_subset
+from ..data.records import take_subset
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..encodings import Backbone
 from ..generation import split_by_bucket
@@ -138,8 +138,8 @@ def loss(config: VaeTraining, model: nn.Module, x: Tensor) -> Tensor:
 
 
 def choose_tests(config: VaeTraining, source: Source) -> np.ndarray:
-    """Return at most --test-samples held-out images, randomly chosen because the data may be sorted by class."""
-    return source.held_out[choose_subset(len(source.held_out), config.test_samples)]
+    """Return at most --test-samples randomly chosen held-out images."""
+    return take_subset(source.held_out, config.test_samples)
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[
 @torch.no_grad()
 def latent_scale(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[float, float]:
     """Encode training images, and return the mean and standard deviation of all latent values."""
-    values = source.train[choose_subset(len(source.train), 16 * BATCH)]  # files are often sorted by class
+    values = take_subset(source.train, 16 * BATCH)
     total, squares, count = 0.0, 0.0, 0
     for x in batches_of(source, values, trainer.accelerator.device):
         with trainer.accelerator.autocast():
