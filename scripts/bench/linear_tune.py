@@ -16,7 +16,6 @@ from lrpe_md import linear_attention
 from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.plan import (
-    BOUNDS,
     CAUSAL_PASSES,
     DECAYING,
     NORMALIZED,
@@ -31,20 +30,17 @@ from lrpe_md.engine.linear.plan import (
 from ..common.cases import LinearCase
 from .linear_measure import WORKLOADS, Inputs, make_inputs, make_pass
 
-# Numbers of state elements. Each row of TILES has a tile for each of these numbers.
-STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "up to 20,480", "up to 24,576", "more")
-# A map and a head_dim for each state size.
-MAPS: tuple[tuple[Any, int], ...] = (
-    ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 72), ("cosine", 96), ("cosine", 128)
-)  # fmt: skip
+# A map and a head_dim whose states have this many elements, for each key of the rows of TILES.
+MAPS: dict[int, tuple[Any, int]] = {
+    2048: ("cosine", 32), 4096: ("rotate", 64), 8192: ("cosine", 64), 11520: ("cosine", 72), 12288: ("rotate", 96),
+    12800: ("cosine", 80), 16384: ("rotate", 128), 18432: ("cosine", 72), 20480: ("cosine", 80), 24576: ("cosine", 96),
+    32768: ("cosine", 128),
+}  # fmt: skip
 FORWARDS = (
     LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL, LinearPass.CAUSAL_NORMALIZED,
     LinearPass.CAUSAL_DECAY,
 )  # fmt: skip
 NORMALIZING = (*NORMALIZED.values(), *SEPARATE.values(), *NORMALIZERS)
-FIRST_SEPARATE = (
-    BOUNDS.index(SEPARATE_STATE) + 1
-)  # first tile of a row for states whose normaliser has separate kernels
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)
 
@@ -53,7 +49,7 @@ class LinearPlace(NamedTuple):
     """Table entry that holds one tile."""
 
     stage: LinearPass
-    width: int  # index in the row
+    width: int  # key in the row: the number of elements of the largest state
 
     @property
     def row(self) -> str:
@@ -61,14 +57,7 @@ class LinearPlace(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the state size."""
-        return STATES[self.size]
-
-    @property
-    def size(self) -> int:
-        """Index into STATES. In most rows, the last tile is used for all larger states."""
-        is_last = self.width == len(TILES[self.stage]) - 1 and self.stage not in (*ONE_PASS, LinearPass.DELTA_KEYS)
-        return len(STATES) - 1 if is_last else self.width
+        return f"up to {self.width:,}"
 
     def __str__(self) -> str:
         return f"{self.row}, states {self.name}"
@@ -79,9 +68,9 @@ class LinearPlace(NamedTuple):
 
     def cases(self, small: bool = False) -> dict[str, LinearCase]:
         """Return the problems to time, by name. With ``small``, return faster problems that use the same kernels."""
-        chosen, head_dim = MAPS[self.size]
+        chosen, head_dim = MAPS[self.width]
         if self.stage in ONE_PASS:
-            names = ("windows" if self.width == 0 else "vit224",)
+            names = ("windows" if head_dim == 32 else "vit224",)
         elif self.stage in CAUSAL_PASSES:
             has_decay = self.stage in DECAYING.values()
             names = ("causal-relu" if self.stage in NORMALIZING else "causal-decay" if has_decay else "causal",)
@@ -90,7 +79,7 @@ class LinearPlace(NamedTuple):
         else:
             names = ("img64", "video64")
         # For large states, an unrotated normaliser uses the tiles of SEPARATE.
-        is_encoded = self.stage in NORMALIZED.values() and self.width >= FIRST_SEPARATE
+        is_encoded = self.stage in NORMALIZED.values() and self.width > SEPARATE_STATE
         found = {}
         for name in names:
             case = replace(WORKLOADS[name], normalizer="encoded") if is_encoded else WORKLOADS[name]
@@ -110,7 +99,7 @@ class LinearPlace(NamedTuple):
         return [
             LinearTile(block_n, num_warps, stages, self.tile.max_registers)
             for block_n in (16, 32, 64)
-            for num_warps in ((2, 4) if self.width == 0 else (4, 8))
+            for num_warps in ((2, 4) if self.width == 2048 else (4, 8))
             for stages in (1, 2, 3, 4)
         ]
 
@@ -122,10 +111,8 @@ class LinearPlace(NamedTuple):
     def in_table(self, tile: LinearTile) -> Iterator[None]:
         """Put a tile into the table. If the tile does not fit the GPU, calls fail instead of using a smaller one."""
         kept, shrink = TILES[self.stage], linear_plan.shrink
-        tiles = list(kept)
-        tiles[self.width] = tile
         try:
-            TILES[self.stage] = tuple(tiles)
+            TILES[self.stage] = {**kept, self.width: tile}
             linear_plan.shrink = refuse
             call_cache.clear()
             yield
@@ -155,15 +142,15 @@ def refuse(tile: LinearTile) -> list[LinearTile]:
 
 
 def choose_places() -> list[LinearPlace]:
-    places = [LinearPlace(stage, width) for stage, row in TILES.items() for width in range(len(row))]
-    return [place for place in places if place.stage not in SEPARATE.values() or place.width >= FIRST_SEPARATE]
+    return [LinearPlace(stage, width) for stage, row in TILES.items() for width in row]
 
 
-def write_table(tiles: dict[LinearPass, tuple[LinearTile, ...]], write_tile: Callable[[Any], str]) -> str:
-    lines = ["TILES: dict[LinearPass, tuple[LinearTile, ...]] = {"]
+def write_table(tiles: dict[LinearPass, dict[int, LinearTile]], write_tile: Callable[[Any], str]) -> str:
+    lines = ["TILES: dict[LinearPass, dict[int, LinearTile]] = {"]
     for stage, row in tiles.items():
-        line = f"    {stage}: ({', '.join(map(write_tile, row))}{',' * (len(row) == 1)}),"
+        entries = [f"{width}: {write_tile(tile)}" for width, tile in row.items()]
+        line = f"    {stage}: {{{', '.join(entries)}}},"
         if len(line) > 120:
-            line = "\n        ".join([f"    {stage}: (", *(f"{write_tile(tile)}," for tile in row)]) + "\n    ),"
+            line = "\n        ".join([f"    {stage}: {{", *(f"{entry}," for entry in entries)]) + "\n    },"
         lines.append(line)
     return "\n".join([*lines, "}  # fmt: skip"])

@@ -312,7 +312,7 @@ def write_table(tiles: dict[tuple[int, Any, Pass, str], tuple[Tile, ...]]) -> st
 def write_tables(found: list[Found]) -> list[str]:
     """Format the tables with the best tiles that were found."""
     encode: Any = {key: list(row) for key, row in TILES.items()}
-    linear: Any = {stage: list(row) for stage, row in linear_tune.TILES.items()}
+    linear: Any = {stage: dict(row) for stage, row in linear_tune.TILES.items()}
     for place, best, *_ in found:
         if isinstance(place, LinearPlace):
             linear[place.stage][place.width] = best

@@ -378,18 +378,23 @@ def test_widths(name, head_dim, shift, widths):
 @pytest.mark.parametrize("width", range(1, 257))
 def test_tiles_hold_each_channel_once(width):
     stages = linear_plan.LinearPass
-    cuts = [linear_plan.choose_widths(width, stage) for stage in (stages.STATE, stages.QUERIES_OMEGA)]
-    for blocks in (*cuts, linear_plan.choose_value_widths(width)):
+    cuts = [
+        (blocks, linear_plan.NARROWEST // features)
+        for stage in (stages.STATE, stages.QUERIES_OMEGA) for features in (1, 2)
+        for blocks in [linear_plan.choose_widths(width, stage, features)]
+    ]  # fmt: skip
+    values = [linear_plan.choose_value_widths(width, stage, 144) for stage in (stages.STATE, stages.KEYS)]
+    for blocks, narrowest in (*cuts, *((blocks, linear_plan.NARROWEST) for blocks in values)):
         padded = linear_plan.pad_width(width)
         assert sum(blocks[:-1]) < width <= sum(blocks) <= sum(padded)
-        assert all(block >= 16 and block & (block - 1) == 0 for block in blocks)
+        assert all(block >= narrowest and block & (block - 1) == 0 for block in blocks)
         assert list(blocks) == sorted(blocks, reverse=True), "a tile begins at a multiple of its width"
         assert width not in (16, 32, 64, 128, 256) or blocks == (width,), "powers of two are one tile"
 
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "blocks"),
-    [("cosine", 72, (128, 32)), ("cosine", 96, (128, 64)), ("rotate", 72, (64, 32)), (None, 80, (64, 32))],
+    [("cosine", 72, (128, 16)), ("cosine", 96, (128, 64)), ("rotate", 72, (64, 16)), (None, 80, (64, 16))],
 )
 def test_features_are_cut_without_a_causal_mask(name, head_dim, blocks, monkeypatch):
     described = []
@@ -409,6 +414,18 @@ def test_features_are_cut_without_a_causal_mask(name, head_dim, blocks, monkeypa
     assert [tile.block_c for tile in full.map_tiles] == [block // 2 for block in blocks]
     shrunk = linear_launch.replace_fields(full, {"block_n": 16})
     assert {tile.block_n for tile in shrunk.map_tiles} == {16}, "a smaller tile applies to all tiles of the map"
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "blocks"),
+    [("cosine", 72, (64, 16)), ("cosine", 80, (128,)), ("rotate", 80, (64, 16)), ("rotate", 96, (128,))],
+)
+def test_values_of_small_states_are_cut_for_gradients_of_keys(name, head_dim, blocks):
+    width = head_dim if name == "cosine" else head_dim // 2
+    for stage in (linear_plan.LinearPass.KEYS, linear_plan.LinearPass.STATE):
+        features = 2 * sum(linear_plan.choose_widths(width, stage))
+        is_cut = stage is linear_plan.LinearPass.KEYS
+        assert linear_plan.choose_value_widths(head_dim, stage, features) == (blocks if is_cut else (128,))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_packed_sequences_with_a_causal_mask(lengths, normalizer):
     assert not check_linear(replace(case, act="softplus", normalizer=normalizer), device="cuda")
 
 
-@pytest.mark.parametrize("head_dim", [24, 72, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [24, 40, 48, 72, 80, 88, 96, 128])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("name", ["cosine", "rotate"])
 def test_widths(name, mask, head_dim):

@@ -292,13 +292,16 @@ class LaunchInputs:
         aligned = aligned and all(launching.strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
         causal = self.call.attention.mask == "causal"
-        choose = plan.pad_width if causal else partial(plan.choose_widths, stage=stage)
+        features = 2 if spec.num_channels else 1  # without a map, an odd number of channels doesn't form pairs
+        choose = plan.pad_width if causal else partial(plan.choose_widths, stage=stage, features=features)
         tiles = launching.cut_channels(spec, sizes.head_dim, choose, plan.pad_width)
-        values = launching.cut_width(0, sizes.v_dim, plan.pad_width if causal else plan.choose_value_widths)
+        padded = sum(tiles.feature_blocks)
+        choose_values = plan.pad_width if causal else partial(plan.choose_value_widths, stage=stage, features=padded)
+        values = launching.cut_width(0, sizes.v_dim, choose_values)
         v_begins, v_widths, v_blocks = zip(*values, strict=True)
         ptx = launching.has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
-        state = sum(v_blocks) * sum(tiles.feature_blocks)
+        state = sum(v_blocks) * padded
         normalizer = self.call.attention.normalizer
         is_separate = causal and normalizer == "unrotated" and state > plan.SEPARATE_STATE and self.log_decay is None
         rows = plan.SEPARATE if is_separate else self._choose_rows(spec)

@@ -46,47 +46,56 @@ class LinearTile(NamedTuple):
     max_registers: int | None = None
 
 
-# Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 20,480, 24,576 and more elements. See docs/tuning.md.
-# Causal kernels pad their states, so no state has between 16,384 and 24,576 elements, and causal rows have two entries
-# fewer.
-# With the delta rule, states have at most 16,384 elements, and in one pass at most 8,192. With 128 registers, 4
-# programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4
-# warps would have too little work. Twice as many programs can then run at once.
+# Pass -> largest state (in elements) -> tile. Larger states use the last tile. See docs/tuning.md. The size of a state
+# depends on how a pass pads or splits its widths. With cosine and head_dim 72, a state has 144 · 80 elements for dq, dk
+# and dv, and 144 · 128 in other passes. Causal kernels always pad. With 128 registers, 4 programs of 4 warps fit on a
+# multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4 warps would have too little
+# work. Twice as many programs can then run at once.
 # Names of tiles: tokens, then SMALL (2 warps), WIDE (8 warps), TWO (8 warps, 2 stages), DEEP (4 stages), SHALLOW (2
 # stages) or FREE (no register limit).
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
-_32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
-_32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
-_32_TWO, _32_SHALLOW = LinearTile(32, 8, 2), LinearTile(32, 4, 2)
-TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
-    LinearPass.FORWARD: (_16_SMALL, LinearTile(16, 4, 4, 80), _16_DEEP),
-    LinearPass.BACKWARD: (_16_SMALL, _16_DEEP, LinearTile(16, 4, 4, 168)),
-    LinearPass.STATE: (_32, _32, _64, _32_FREE, LinearTile(16, 4, 4), _64_WIDE, _64_WIDE),
-    LinearPass.OUTPUT: (_32, _32, _32, _64, _64, _64, LinearTile(32, 8, 1)),
-    LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _16_DEEP, _32_FREE, LinearTile(16, 4, 3), LinearTile(16, 4, 4), _32_WIDE),
-    LinearPass.QUERIES_OMEGA: (_16_DEEP, _16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE),
-    LinearPass.QUERY_STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE, _64_WIDE),
-    LinearPass.KEYS: (_16, _16, _32_FREE, _32_WIDE, _32_WIDE, _32_WIDE, _32_WIDE),
-    LinearPass.DELTA_KEYS: (_16, _16, _32_FREE, _32_WIDE),
-    LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, _64_TWO),
-    LinearPass.CAUSAL_QUERIES: (_64, _64, _32_FREE, LinearTile(64, 8, 1), _32_TWO),
-    LinearPass.CAUSAL_KEYS: (_64_SHALLOW, _64_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
-    LinearPass.CAUSAL_NORMALIZED: (_64, _64, _64_SHALLOW, _64_TWO, LinearTile(64, 8, 1)),
-    LinearPass.CAUSAL_KEYS_NORMALIZED: (_32_SHALLOW, _32_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(64, 8, 1)),
-    LinearPass.CAUSAL_DECAY: (_64, _64, _32_FREE, _64_TWO, _64_TWO),
-    LinearPass.CAUSAL_KEYS_DECAY: (_32_FREE, _32_FREE, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
-    LinearPass.CAUSAL_KEYS_SEPARATE: (LinearTile(16, 8, 3),) * 4 + (LinearTile(64, 8, 1),),  # above SEPARATE_STATE
-    LinearPass.NORMALIZER: (_64,),
-    LinearPass.NORMALIZER_GRADIENT: (_64,),
-}
-BOUNDS = (2048, 4096, 8192, 16384, 20480, 24576)
-NARROWEST = 16  # minimum number of channels of a tile on matrix units
+_16_FREE, _16_DEEP_FREE, _32_FREE = LinearTile(16, 4, 3), LinearTile(16, 4, 4), LinearTile(32, 4, 3)
+_64, _64_SHALLOW, _64_ONE = LinearTile(64, 4, 3), LinearTile(64, 4, 2), LinearTile(64, 8, 1)
+_16_WIDE, _32_WIDE, _64_WIDE = LinearTile(16, 8, 3), LinearTile(32, 8, 3), LinearTile(64, 8, 3)
+_32_TWO, _64_TWO, _32_SHALLOW = LinearTile(32, 8, 2), LinearTile(64, 8, 2), LinearTile(32, 4, 2)
+TILES: dict[LinearPass, dict[int, LinearTile]] = {
+    LinearPass.FORWARD: {2048: _16_SMALL, 4096: LinearTile(16, 4, 4, 80), 8192: _16_DEEP},
+    LinearPass.BACKWARD: {2048: _16_SMALL, 4096: _16_DEEP, 8192: LinearTile(16, 4, 4, 168)},
+    LinearPass.STATE: {4096: _32, 8192: _64, 18432: _32_FREE, 20480: _16_DEEP_FREE, 32768: _64_WIDE},
+    LinearPass.OUTPUT: {8192: _32, 24576: _64, 32768: LinearTile(32, 8, 1)},
+    LinearPass.QUERIES: {
+        8192: _16_DEEP, 11520: _16_DEEP_FREE, 12288: _16, 12800: _16_FREE, 16384: _32_FREE, 24576: _16_DEEP_FREE,
+        32768: _32_WIDE,
+    },
+    LinearPass.QUERIES_OMEGA: {
+        4096: _16_DEEP, 8192: LinearTile(32, 8, 3, 128), 16384: LinearTile(16, 8, 3, 128), 32768: _32_WIDE
+    },
+    LinearPass.QUERY_STATE: {
+        4096: _32, 8192: _64, 16384: _32_FREE, 18432: _64_WIDE, 20480: _16_DEEP_FREE, 32768: _64_WIDE
+    },
+    LinearPass.KEYS: {4096: _16, 11520: _32_FREE, 32768: _32_WIDE},
+    LinearPass.DELTA_KEYS: {4096: _16, 8192: _32_FREE, 16384: _32_WIDE},
+    LinearPass.CAUSAL: {4096: _64, 8192: _64_SHALLOW, 32768: _64_TWO},
+    LinearPass.CAUSAL_QUERIES: {4096: _64, 8192: _32_FREE, 16384: _64_ONE, 32768: _32_TWO},
+    LinearPass.CAUSAL_KEYS: {4096: _64_SHALLOW, 8192: _16_FREE, 16384: _32_TWO, 32768: _16_WIDE},
+    LinearPass.CAUSAL_NORMALIZED: {4096: _64, 8192: _64_SHALLOW, 16384: _64_TWO, 32768: _64_ONE},
+    LinearPass.CAUSAL_KEYS_NORMALIZED: {4096: _32_SHALLOW, 8192: _16_FREE, 16384: _32_TWO, 32768: _64_ONE},
+    LinearPass.CAUSAL_DECAY: {4096: _64, 8192: _32_FREE, 32768: _64_TWO},
+    LinearPass.CAUSAL_KEYS_DECAY: {4096: _32_FREE, 8192: _16_FREE, 16384: _32_TWO, 32768: _16_WIDE},
+    LinearPass.CAUSAL_KEYS_SEPARATE: {16384: _16_WIDE, 32768: _64_ONE},  # above SEPARATE_STATE
+    LinearPass.NORMALIZER: {32768: _64},  # above SEPARATE_STATE
+    LinearPass.NORMALIZER_GRADIENT: {32768: _64},  # above SEPARATE_STATE
+}  # fmt: skip
+NARROWEST = 16  # minimum number of features, or of channels of v, of a tile on matrix units
 # Widths that are split into several tiles. Other widths are padded to a power of two. SUMS is for channels (or pairs)
 # of q and k, where forming features takes most instructions. VALUE_SUMS is for channels of v, where a second tile only
-# pays off for large widths.
-SUMS = {48: (32, 16), 80: (64, 16), 96: (64, 32), 160: (128, 32), 192: (128, 64)}
+# pays off for large widths. The passes in SMALL_VALUE_SUMS also split smaller widths if the state then has at most the
+# given number of elements.
+SUMS = {40: (32, 8), 48: (32, 16), 72: (64, 8), 80: (64, 16), 96: (64, 32), 160: (128, 32), 192: (128, 64)}
 VALUE_SUMS = {160: (128, 32), 192: (128, 64)}
+SMALL_VALUE_SUMS = {80: (64, 16)}
+SMALL_VALUE_STATES = {LinearPass.QUERIES: 12800, LinearPass.KEYS: 12288}
 WIDEST_OF_OMEGA = 80  # channels; with more, sums for dω leave no registers for a second tile
 LARGEST = 2 * 32768  # maximum number of bytes of a state, as operands
 PIECE = 128  # tokens; a multiple of every block_n
@@ -110,16 +119,30 @@ def pad_width(width: int) -> tuple[int, ...]:
     return (max(NARROWEST, 1 << (width - 1).bit_length()),)
 
 
-def choose_widths(width: int, stage: LinearPass) -> tuple[int, ...]:
-    """Choose the widths of the tiles for ``width`` channels (or pairs) of q and k in a pass."""
-    if stage is LinearPass.QUERIES_OMEGA and width > WIDEST_OF_OMEGA:
-        return pad_width(width)
-    return SUMS.get(-(-width // NARROWEST) * NARROWEST, pad_width(width))
+def choose_widths(width: int, stage: LinearPass, features: int = 2) -> tuple[int, ...]:
+    """Choose the widths of the tiles for ``width`` channels (or pairs) of q and k in a pass.
+
+    Each channel (or pair) has ``features`` features.
+    """
+    narrowest = NARROWEST // features
+    if stage is LinearPass.QUERIES_OMEGA:
+        if width > WIDEST_OF_OMEGA:
+            return pad_width(width)
+        narrowest = NARROWEST
+    sums = (SUMS.get(_round_up(width, unit)) for unit in (narrowest, NARROWEST))
+    return next(filter(None, sums), pad_width(width))
 
 
-def choose_value_widths(width: int) -> tuple[int, ...]:
-    """Choose the widths of the tiles for ``width`` channels of v."""
-    return VALUE_SUMS.get(-(-width // NARROWEST) * NARROWEST, pad_width(width))
+def choose_value_widths(width: int, stage: LinearPass, features: int) -> tuple[int, ...]:
+    """Choose the widths of the tiles for ``width`` channels of v in a pass. ``features`` includes padding."""
+    rounded = _round_up(width, NARROWEST)
+    if rounded * features <= SMALL_VALUE_STATES.get(stage, 0) and rounded in SMALL_VALUE_SUMS:
+        return SMALL_VALUE_SUMS[rounded]
+    return VALUE_SUMS.get(rounded, pad_width(width))
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, regular: bool = True) -> LinearTile:
@@ -136,7 +159,7 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
     if itemsize > 2:  # not tuned
         return LinearTile(16, 8, 1)
     row = TILES[stage]
-    tile = row[min(sum(state > bound for bound in BOUNDS), len(row) - 1)]
+    tile = next((tile for largest, tile in row.items() if state <= largest), row[max(row)])
     if not regular and stage in CAUSAL_PASSES:
         return tile._replace(block_n=min(tile.block_n, 32))
     return tile
