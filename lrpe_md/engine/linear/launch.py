@@ -292,16 +292,11 @@ class LaunchInputs:
         aligned = aligned and all(launching.strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
         causal = self.call.attention.mask == "causal"
-        features = 2 if spec.num_channels else 1  # without a map, an odd number of channels doesn't form pairs
-        choose = plan.pad_width if causal else partial(plan.choose_widths, stage=stage, features=features)
-        tiles = launching.cut_channels(spec, sizes.head_dim, choose, plan.pad_width)
-        padded = sum(tiles.feature_blocks)
-        choose_values = plan.pad_width if causal else partial(plan.choose_value_widths, stage=stage, features=padded)
-        values = launching.cut_width(0, sizes.v_dim, choose_values)
+        tiles, values = self._cut(spec, stage)
         v_begins, v_widths, v_blocks = zip(*values, strict=True)
         ptx = launching.has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
-        state = sum(v_blocks) * padded
+        state = sum(v_blocks) * sum(tiles.feature_blocks)
         normalizer = self.call.attention.normalizer
         is_separate = causal and normalizer == "unrotated" and state > plan.SEPARATE_STATE and self.log_decay is None
         rows = plan.SEPARATE if is_separate else self._choose_rows(spec)
@@ -345,6 +340,17 @@ class LaunchInputs:
             need_ddecay=need_ddecay, early=stage in EARLY and not causal and launching.launches_early(),
         )  # fmt: skip
         return replace_fields(variant, changes), _make_options(tile, variant.early and stage is LinearPass.QUERY_STATE)
+
+    def _cut(self, spec: Spec, stage: LinearPass) -> tuple[launching.Tiles, list[launching.Segment]]:
+        """Split or pad the channels of q and k, and those of v."""
+        sizes, pad = self.sizes, plan.pad_width
+        if self.call.attention.mask == "causal":
+            return launching.cut_channels(spec, sizes.head_dim, pad, pad), launching.cut_width(0, sizes.v_dim, pad)
+        features = 2 if spec.num_channels else 1  # without a map, an odd number of channels doesn't form pairs
+        choose = partial(plan.choose_widths, stage=stage, features=features)
+        tiles = launching.cut_channels(spec, sizes.head_dim, choose, pad)
+        choose_values = partial(plan.choose_value_widths, stage=stage, features=sum(tiles.feature_blocks))
+        return tiles, launching.cut_width(0, sizes.v_dim, choose_values)
 
     def _choose_rows(self, spec: Spec) -> dict[LinearPass, LinearPass]:
         """Return the rows of the tile table that replace those of causal passes."""
