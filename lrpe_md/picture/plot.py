@@ -243,6 +243,8 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
     name, form, part = "omega", Scheme("omega", 2 * omega.shape[1], frequencies, tokens=Tokens(0, "skip")), None
     if isinstance(scheme, FrequencyModule):
         fields: Any = {"map": scheme.map} | ({"pairs": scheme.pairs} if scheme.map == "rotate" else {})
+        fields |= {} if scheme.get_phase() is None else {"phase": "k"}
         name, form = type(scheme).__name__, replace(form, head_dim=scheme.head_dim, **fields)
         part = rotated_part(form, form.head_dim, scheme.rotary_dim)
-    return data.Subject(Preset(name, form, form.head_dim, omega.shape[0], omega, amplitude, None, part), {}, 0)
+    notes = () if getattr(scheme, "scale_base", None) is None else ("xPos scale set to 1",)
+    return data.Subject(Preset(name, form, form.head_dim, omega.shape[0], omega, amplitude, None, part), {}, 0, notes)

@@ -303,6 +303,15 @@ def test_a_model_is_drawn_with_its_reference():
     assert "positions rescaled to –×4×3" in lrpe_md.show(model, (8, 6)).get_suptitle()
 
 
+def test_titles_state_what_is_left_out_of_a_module():
+    for module, expected in (
+        (lrpe_md.CosineMd(16, 1, phase=True), "phase set to 0"),
+        (lrpe_md.RotateMd(16, 1, phase="k"), "phase set to 0"),
+        (lrpe_md.Rotate1d(16, scale_base=64), "xPos scale set to 1"),
+    ):
+        assert lrpe_md.show(module, (8,)).get_suptitle().endswith(f"   ·   {expected}")
+
+
 def test_models_are_compared():
     model = torch.nn.Module()
     model.encoding, model.reference = lrpe_md.RotateMd(16, 2), (4, 6)
@@ -613,6 +622,19 @@ def test_wavelengths_in_tokens():
     oblique = torch.tensor([[0.3, 0.0], [3.0, 4.0]]).double()
     flat = tiny("rope_vit_axial", (4, 6)).layout
     assert data.wavelengths(flat, oblique)[1].tolist() == pytest.approx([2 * math.pi / 0.3, 2 * math.pi / 5])
+
+
+def test_wavelengths_are_means_if_tokens_are_unevenly_spaced():
+    view = tiny("ltx2", (5, 2, 2))  # in latents of 8 frames, the first frame is at 0.5, and the others at 5, 13, 21, 29
+    step = 28.5 / 4 / 24 * 2 / 20
+    assert view.layout.steps[0].item() == pytest.approx(step)
+    each, _ = data.wavelengths(view.layout, view.omega(view.default_variant))
+    assert each[:, 0].min().item() == pytest.approx(2 * math.pi / step / view.subject.preset.omega[0, :, 0].max().item())
+    assert tiny("cogview4", (2, 400)).layout.steps.tolist() == [128, 255 / 399]  # columns 0 and 1 are both at 0
+    module = lrpe_md.RotateMd(18, 3)
+    module.set_places(0, torch.tensor([0, 0, 0, 1, 2]))
+    [axis] = lrpe_md.show(module, (5, 4, 6), panels=["wavelengths"]).axes
+    assert axis.get_legend().get_texts()[0].get_text() == "T, and its size 5"
 
 
 def test_axes_that_the_grid_does_not_follow_count_positions():
