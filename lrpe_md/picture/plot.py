@@ -63,8 +63,9 @@ def show(
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
             with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
             rotate map. You can also pass a list of encodings, or a dict from titles (which may contain mathtext) to
-            encodings. For a model, such as one from :func:`lrpe_md.adapt`, ``model.encoding`` is drawn with positions
-            rescaled to ``model.reference``, with a row per layer if layers differ.
+            encodings. For a model, such as one from :func:`lrpe_md.adapt`, ``model.encoding`` is drawn with the model's
+            rules for text and time, and with positions rescaled to ``model.reference``. If layers differ, each has a
+            row.
         shape: grid shape (N,), (H, W) or (T, H, W). The default depends on the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
@@ -110,6 +111,7 @@ def show(
     def view(scheme: Any, title: Any, model: Any = None) -> Any:
         scheme, model = _find_encoding(scheme), scheme if model is None else model
         subject = _prepare(scheme, head_dim, num_heads)
+        subject = replace(subject, preset=_add_text_rules(subject.preset, model))
         if title is not None:
             subject = replace(subject, preset=replace(subject.preset, name=str(title)))
         made = subject.preset
@@ -120,6 +122,8 @@ def show(
 
         def locate(*segments: Any) -> Grid | Coordinates:
             positions = made.positions(*segments, **placement)
+            if getattr(model, "temporal", True) is False:
+                positions = positions.rescale((0, 1, 1))
             return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
 
         layout = data.lay_out_tokens(locate, size, text, made.scheme.row_major)
@@ -203,6 +207,14 @@ def _find_reference(model: Any, shape: tuple[int, ...]) -> Any:
     """Return the size to which a model rescales a grid, or None."""
     reference: Any = getattr(model, "reference", None) if isinstance(model, Module) else None
     return reference(shape) if callable(reference) else reference
+
+
+def _add_text_rules(made: Preset, model: Any) -> Preset:
+    """Add a diffusion transformer's rules for text, unless its encoding is a preset, which has its own rules."""
+    rule = getattr(model, "text_positions", None)
+    if not isinstance(rule, Tokens) or model.preset is not None:
+        return made
+    return replace(made, scheme=replace(made.scheme, tokens=rule, after=model.image_after))
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
