@@ -111,20 +111,16 @@ def show(
     def view(scheme: Any, title: Any, model: Any = None) -> Any:
         scheme, model = _find_encoding(scheme), scheme if model is None else model
         subject = _prepare(scheme, head_dim, num_heads)
-        subject = replace(subject, preset=_add_text_rules(subject.preset, model))
-        if title is not None:
-            subject = replace(subject, preset=replace(subject.preset, name=str(title)))
-        made = subject.preset
+        made = _add_text_rules(subject.preset, model)
+        made = made if title is None else replace(made, name=str(title))
+        subject = replace(subject, preset=made)
         _check_text(made, text)
         _check_index("head", head, max(made.omega.shape[0], made.num_heads), scheme)
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
         placement = options if "reference" in options else {**options, "reference": _find_reference(model, size)}
 
         def locate(*segments: Any) -> Grid | Coordinates:
-            positions = made.positions(*segments, **placement)
-            if getattr(model, "temporal", True) is False:
-                positions = positions.rescale((0, 1, 1))
-            return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
+            return _move(made.positions(*segments, **placement), scheme, model)
 
         layout = data.lay_out_tokens(locate, size, text, made.scheme.row_major)
         marked = layout.centre if token is None else _check_token(token, layout)
@@ -215,6 +211,13 @@ def _add_text_rules(made: Preset, model: Any) -> Preset:
     if not isinstance(rule, Tokens) or model.preset is not None:
         return made
     return replace(made, scheme=replace(made.scheme, tokens=rule, after=model.image_after))
+
+
+def _move(positions: Grid | Coordinates, scheme: Any, model: Any) -> Grid | Coordinates:
+    """Remove the time from positions if the model ignores it, and apply the places of a module."""
+    if getattr(model, "temporal", True) is False:
+        positions = positions.rescale((0, 1, 1))
+    return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
