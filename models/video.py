@@ -522,8 +522,9 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     head if the number of classes differs. If ``model`` averages tokens and the weights come from a model with a class
     token, the model applies their final norm to the average.
 
-    A learned table must have the same height and width in both models. If the sizes differ, first call timm's
-    ``image.set_input_size(img_size)``, which resamples the table.
+    A learned table must have the same height and width in both models, and the same number of frames if the weights
+    come from a video model. If the sizes differ, first call ``set_input_size`` of the other model, which resamples its
+    table.
 
     Raises:
         TypeError: if the weights are not a state_dict, or the model is not a :class:`LrpeVideoTransformer`.
@@ -566,7 +567,7 @@ def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Map
             if name == "pos_embed":
                 advice = (
                     "; use the same img_size, number of frames, class_token and no_embed_class, or resample the table "
-                    "of an image model with image.set_input_size(img_size)"
+                    "of the other model with its set_input_size(img_size)"
                 )
             elif "encoding" in name.split("."):
                 advice = "; to keep the model's own frequencies, remove the entries of encoding modules from state_dict"
@@ -603,7 +604,7 @@ def inflate_unchecked(state_dict: Mapping[str, Any], model: nn.Module) -> dict[s
         state_dict["patch_embed.proj.weight"] = image[:, :, None].repeat(1, 1, frames, 1, 1) / frames
     if table is not None and video.pos_embed is None:
         del state_dict["pos_embed"]
-    elif table is not None and (image is not None or table.shape != video.pos_embed.shape):
+    elif table is not None and (image is not None or (weight is None and table.shape != video.pos_embed.shape)):
         frames, places = (
             video.patch_embed.grid_size[0],
             table.shape[1] - (0 if video.no_embed_class else video.num_prefix_tokens),

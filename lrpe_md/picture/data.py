@@ -43,11 +43,13 @@ class Subject:
         frequencies: frequencies for each axis order, with the subject's own order first. The dict is empty for a module
             or a tensor, because their ω can't be rebuilt for a different map or order.
         seed: seed of random directions.
+        notes: parts of the encoding that the figure leaves out, for the title.
     """
 
     preset: Preset
     frequencies: Mapping[str, Axial | Dense]
     seed: int
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def variants(self) -> list[tuple[str, str]]:
@@ -174,7 +176,7 @@ class TokenLayout:
         text: number of text tokens L.
         coords: positions (L + N, K).
         rotated: mask (L + N,), which is False for tokens that are not rotated.
-        steps: distance (K,) between neighbouring tokens along the grid axis that each position axis follows. The
+        steps: mean distance (K,) between neighbouring tokens along the grid axis that each position axis follows. The
             distance is 0 for a position axis that follows no grid axis, such as time in an image.
         sizes: number of tokens on the grid axis that each position axis follows, or 1 if it follows none.
         grid_axes: grid axes along which each position axis changes. A position axis follows the last of these grid
@@ -246,7 +248,7 @@ def lay_out_tokens(
     grid_axes: list[tuple[int, ...]] = [()] * len(sizes)
     for axis, n in enumerate(shape):
         if n > 1:
-            step = (table.select(axis, 1) - table.select(axis, 0)).reshape(-1, len(sizes))[0]
+            step = table.diff(dim=axis).abs().flatten(0, -2).mean(0)
             for j in step.nonzero().flatten().tolist():
                 steps[j], sizes[j], grid_axes[j] = step[j], n, (*grid_axes[j], axis)
     return TokenLayout(shape, text, coords, rotated, steps, tuple(sizes), tuple(grid_axes))
@@ -318,7 +320,7 @@ def wavelengths(layout: TokenLayout, omega: Tensor) -> tuple[Tensor, Tensor]:
     The number is infinite if the channel does not rotate. On a position axis that follows no grid axis, positions are
     counted instead of tokens.
     """
-    turn = omega.abs() * torch.where(layout.steps == 0, 1.0, layout.steps.abs())
+    turn = omega.abs() * torch.where(layout.steps == 0, 1.0, layout.steps)
     return 2 * math.pi / turn, 2 * math.pi / (omega * layout.steps).norm(dim=-1)
 
 

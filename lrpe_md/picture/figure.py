@@ -515,6 +515,7 @@ def _conditions(view: View) -> list[str]:
     parts += [f"{width} of {made.head_dim} channels rotated"] if width < made.head_dim else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase set to 0"] if made.scheme.phase else []
+    parts += view.subject.notes
     return parts + (["frequencies before training"] if made.scheme.learned and view.subject.frequencies else [])
 
 
@@ -526,8 +527,7 @@ def _rescaling(view: View, rules: Mapping[str, Any]) -> list[str]:
     sizes = () if reference is None else made.find_reference(reference, layout.shape, **rules)
     if any(sizes):
         return ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)]
-    steps = layout.steps.abs()
-    is_scaled = ((steps > 0) & ((steps - 1).abs() > 1e-6)).any()
+    is_scaled = ((layout.steps > 0) & ((layout.steps - 1).abs() > 1e-6)).any()
     return ["positions scaled by the scheme's own rule"] if is_scaled else []
 
 

@@ -63,8 +63,9 @@ def show(
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
             with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
             rotate map. You can also pass a list of encodings, or a dict from titles (which may contain mathtext) to
-            encodings. For a model, such as one from :func:`lrpe_md.adapt`, ``model.encoding`` is drawn with positions
-            rescaled to ``model.reference``, with a row per layer if layers differ.
+            encodings. For a model, such as one from :func:`lrpe_md.adapt`, ``model.encoding`` is drawn with the model's
+            rules for text and time, and with positions rescaled to ``model.reference``. If layers differ, each has a
+            row.
         shape: grid shape (N,), (H, W) or (T, H, W). The default depends on the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
@@ -110,17 +111,16 @@ def show(
     def view(scheme: Any, title: Any, model: Any = None) -> Any:
         scheme, model = _find_encoding(scheme), scheme if model is None else model
         subject = _prepare(scheme, head_dim, num_heads)
-        if title is not None:
-            subject = replace(subject, preset=replace(subject.preset, name=str(title)))
-        made = subject.preset
+        made = _add_text_rules(subject.preset, model)
+        made = made if title is None else replace(made, name=str(title))
+        subject = replace(subject, preset=made)
         _check_text(made, text)
         _check_index("head", head, max(made.omega.shape[0], made.num_heads), scheme)
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
         placement = options if "reference" in options else {**options, "reference": _find_reference(model, size)}
 
         def locate(*segments: Any) -> Grid | Coordinates:
-            positions = made.positions(*segments, **placement)
-            return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
+            return _move(made.positions(*segments, **placement), scheme, model)
 
         layout = data.lay_out_tokens(locate, size, text, made.scheme.row_major)
         marked = layout.centre if token is None else _check_token(token, layout)
@@ -205,6 +205,21 @@ def _find_reference(model: Any, shape: tuple[int, ...]) -> Any:
     return reference(shape) if callable(reference) else reference
 
 
+def _add_text_rules(made: Preset, model: Any) -> Preset:
+    """Add a diffusion transformer's rules for text, unless its encoding is a preset, which has its own rules."""
+    rule = getattr(model, "text_positions", None)
+    if not isinstance(rule, Tokens) or model.preset is not None:
+        return made
+    return replace(made, scheme=replace(made.scheme, tokens=rule, after=model.image_after))
+
+
+def _move(positions: Grid | Coordinates, scheme: Any, model: Any) -> Grid | Coordinates:
+    """Remove the time from positions if the model ignores it, and apply the places of a module."""
+    if getattr(model, "temporal", True) is False:
+        positions = positions.rescale((0, 1, 1))
+    return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
+
+
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
     """Return the subject for a scheme, preset, module or tensor. Frequencies are copied to the CPU."""
     if isinstance(scheme, (str, Scheme)):
@@ -243,6 +258,8 @@ def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.S
     name, form, part = "omega", Scheme("omega", 2 * omega.shape[1], frequencies, tokens=Tokens(0, "skip")), None
     if isinstance(scheme, FrequencyModule):
         fields: Any = {"map": scheme.map} | ({"pairs": scheme.pairs} if scheme.map == "rotate" else {})
+        fields |= {} if scheme.get_phase() is None else {"phase": "k"}
         name, form = type(scheme).__name__, replace(form, head_dim=scheme.head_dim, **fields)
         part = rotated_part(form, form.head_dim, scheme.rotary_dim)
-    return data.Subject(Preset(name, form, form.head_dim, omega.shape[0], omega, amplitude, None, part), {}, 0)
+    notes = () if getattr(scheme, "scale_base", None) is None else ("xPos scale set to 1",)
+    return data.Subject(Preset(name, form, form.head_dim, omega.shape[0], omega, amplitude, None, part), {}, 0, notes)

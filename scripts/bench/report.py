@@ -43,8 +43,9 @@ NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "fl
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
     """Read the latest row of each measurement on one GPU. The default is the GPU with the most rows."""
-    files = sorted(file for file in folder.glob("benchmark-*.csv") if file.name not in (linear_report.LINEAR, *PIVOTS))
+    files = sorted(folder.glob("benchmark-*.csv"))
     frames = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in files]
+    frames = [frame for frame in frames if set(KEY) <= set(frame)]  # other benchmarks have other columns
     if not frames:
         return pd.DataFrame(columns=[*COLUMNS, *HERE])
     rows: Any = pd.concat(frames, ignore_index=True)

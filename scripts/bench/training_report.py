@@ -66,9 +66,16 @@ def time_and_memory(row: Any) -> str:
 
 
 def batches(rows: pd.DataFrame) -> str:
-    """Return a sentence with the batch size and the tokens per sample of each model, if the CSV contains them."""
-    first: Any = rows.dropna(subset=["tokens"]).drop_duplicates("model")
-    found = [f"{r.batch:,} × {r.tokens / r.batch:,.0f} tokens ({r.model})" for r in first.itertuples()]
+    """Return a sentence with the batch size and the tokens per sample of each model, if the CSV contains them.
+
+    If the sizes of a model differ, the sentence also names the modes that were measured with each size.
+    """
+    found = []
+    for model, of in rows.dropna(subset=["tokens"]).groupby("model", sort=False):
+        sizes: Any = of.groupby(["batch", "tokens"], sort=False)["mode"].unique()
+        for (batch, tokens), modes in sizes.items():
+            name = model if len(sizes) == 1 else f"{model}, {' and '.join(modes)}"
+            found.append(f"{batch:,} × {tokens / batch:,.0f} tokens ({name})")
     counted = "not counting class tokens and the text of diffusion models"
     listed = " and ".join(each for each in (", ".join(found[:-1]), *found[-1:]) if each)
     return f"A batch has {listed}, {counted}. " if found else ""

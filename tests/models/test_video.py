@@ -405,9 +405,7 @@ def test_model_keeps_its_head_if_the_classes_differ(image_classes, classes):
 
 def test_table_of_another_image_size_is_resampled_first():
     image, model = LrpeVisionTransformer(**{**IMAGE, "img_size": 16}), build(absolute="learned")
-    with pytest.raises(
-        ValueError, match=r"resample the table of an image model with image\.set_input_size\(img_size\)$"
-    ):
+    with pytest.raises(ValueError, match=r"resample the table of the other model with its set_input_size\(img_size\)$"):
         inflate(image.state_dict(), model)
     with pytest.raises(
         ValueError, match=r"use the same img_size, number of frames, class_token and no_embed_class, or"
@@ -415,6 +413,17 @@ def test_table_of_another_image_size_is_resampled_first():
         inflate(LrpeVisionTransformer(**IMAGE, no_embed_class=True).state_dict(), model)
     image.set_input_size((8, 8))
     assert model.load_state_dict(inflate(image.state_dict(), model)).missing_keys == []
+
+
+def test_table_of_another_video_size_is_not_repeated():
+    """A grid of 4×2×2 has as many places as a frame of 4×4."""
+    source, model = build(absolute="learned"), build(absolute="learned", img_size=16, num_frames=2)
+    with pytest.raises(
+        ValueError, match=r"pos_embed of shape \(1, 33, 96\), got \(1, 17, 96\) after .* set_input_size"
+    ):
+        inflate(source.state_dict(), model)
+    source.set_input_size((2, 16, 16))
+    assert torch.equal(inflate(source.state_dict(), model)["pos_embed"], source.pos_embed)
 
 
 @torch.no_grad()

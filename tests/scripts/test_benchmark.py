@@ -353,7 +353,7 @@ def test_inputs():
 
 
 def write_measurements(folder: Path) -> None:
-    """Write two files. The later one repeats a measurement."""
+    """Write two files, of which the later one repeats a measurement, and a file of a different benchmark."""
     where = {"gpu": "G", "torch": "2", "triton": "3", "commit": "c", "copy_gbps": 1000}
 
     def row(mode, op, workload, peer, share, date="2020-01-01 00:00", **more):
@@ -380,6 +380,8 @@ def write_measurements(folder: Path) -> None:
     pd.DataFrame(rows, columns=columns).to_csv(folder / "benchmark-b.csv", index=False)
     again = [row("fwd", "cosine", "img64", OURS, 0.91, date="2020-01-02 00:00")]
     pd.DataFrame(again, columns=columns).to_csv(folder / "benchmark-a.csv", index=False)
+    tables = {"workload": "wan", "form": "angles", "pass": "forward", "ms": 1.0, "gpu": "G"}
+    pd.DataFrame([tables] * 99).to_csv(folder / "benchmark-tables.csv", index=False)  # has no table in the report
 
 
 def test_report_on_made_numbers(tmp_path):

@@ -448,6 +448,15 @@ def test_report_states_the_tokens_of_all_models():
         assert rows.tokens.notna().all(), file
 
 
+def test_report_states_the_batch_of_each_mode_if_they_differ():
+    rows = pd.DataFrame({
+        "model": ["vit", "vit", "dit"], "mode": ["eager", "compiled", "eager"], "batch": [128, 64, 8],
+        "tokens": [25088, 12544, 2048],
+    })  # fmt: skip
+    expected = "128 × 196 tokens (vit, eager), 64 × 196 tokens (vit, compiled) and 8 × 256 tokens (dit), not"
+    assert report.batches(rows).startswith(f"A batch has {expected}")
+
+
 def test_report_says_that_inference_is_eager():
     text = report.adapted(RESULTS / "adapted-training.csv")
     assert "|  | eager | compiled | eager inference |" in text

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from lrpe_md.models.dit import DiT
+from lrpe_md.models.video import LrpeVideoTransformer
 from lrpe_md.scripts.visualize import pictures as visualize
 from lrpe_md.scripts.visualize.app import app
 from matplotlib import mathtext
@@ -301,6 +303,32 @@ def test_a_model_is_drawn_with_its_reference():
     assert "positions rescaled to 4×3" in lrpe_md.show(model, (8, 6)).get_suptitle()
     model.encoding = lrpe_md.PresetMd("wan", head_dim=16)
     assert "positions rescaled to –×4×3" in lrpe_md.show(model, (8, 6)).get_suptitle()
+
+
+def test_titles_state_what_is_left_out_of_a_module():
+    for module, expected in (
+        (lrpe_md.CosineMd(16, 1, phase=True), "phase set to 0"),
+        (lrpe_md.RotateMd(16, 1, phase="k"), "phase set to 0"),
+        (lrpe_md.Rotate1d(16, scale_base=64), "xPos scale set to 1"),
+    ):
+        assert lrpe_md.show(module, (8,)).get_suptitle().endswith(f"   ·   {expected}")
+
+
+def test_a_model_is_drawn_with_its_rules_for_text_and_time():
+    sizes: Any = {"embed_dim": 32, "depth": 1, "num_heads": 2}
+    model = DiT(
+        **sizes, encoding="rotate", text_width=4, text_positions=lrpe_md.Tokens(0, "axis", axis=1), image_after=(1,)
+    )
+    angles = lrpe_md.show(model, (3, 4), text=2, channels=[0], panels=["angles"]).axes[0].images[0].get_array()
+    theta = model.encoding.get_omega()[0, 0, 1].item()
+    assert angles[0, :2].tolist() == pytest.approx([0, theta])
+    assert angles[2, :4].tolist() == pytest.approx([math.remainder(theta * i, 2 * math.pi) for i in (2, 3, 4, 5)])
+    video = LrpeVideoTransformer(8, 4, **sizes, tubelet_size=1, encoding="rotate", temporal=False)
+    [_, axis] = lrpe_md.show(video, (3, 2, 2), panels=["slices", "wavelengths"]).axes
+    assert axis.get_legend().get_texts()[0].get_text() == "T, in positions (not on this grid)"
+    [axis] = lrpe_md.show(video, (3, 2, 2), panels=["slices"]).axes
+    assert axis.lines[0].get_label() == "along T"
+    assert axis.lines[0].get_ydata() == pytest.approx([1, 1, 1])
 
 
 def test_models_are_compared():
@@ -613,6 +641,21 @@ def test_wavelengths_in_tokens():
     oblique = torch.tensor([[0.3, 0.0], [3.0, 4.0]]).double()
     flat = tiny("rope_vit_axial", (4, 6)).layout
     assert data.wavelengths(flat, oblique)[1].tolist() == pytest.approx([2 * math.pi / 0.3, 2 * math.pi / 5])
+
+
+def test_wavelengths_are_means_if_tokens_are_unevenly_spaced():
+    view = tiny("ltx2", (5, 2, 2))  # in latents of 8 frames, the first frame is at 0.5, and the others at 5, 13, 21, 29
+    step = 28.5 / 4 / 24 * 2 / 20
+    assert view.layout.steps[0].item() == pytest.approx(step)
+    each, _ = data.wavelengths(view.layout, view.omega(view.default_variant))
+    assert each[:, 0].min().item() == pytest.approx(
+        2 * math.pi / step / view.subject.preset.omega[0, :, 0].max().item()
+    )
+    assert tiny("cogview4", (2, 400)).layout.steps.tolist() == [128, 255 / 399]  # columns 0 and 1 are both at 0
+    module = lrpe_md.RotateMd(18, 3)
+    module.set_places(0, torch.tensor([0, 0, 0, 1, 2]))
+    [axis] = lrpe_md.show(module, (5, 4, 6), panels=["wavelengths"]).axes
+    assert axis.get_legend().get_texts()[0].get_text() == "T, and its size 5"
 
 
 def test_axes_that_the_grid_does_not_follow_count_positions():
