@@ -174,8 +174,8 @@ class Painter:
             known: Any = self.model.text_encoder
             if not is_same_encoder(self.encoder, known.empty(1)):
                 raise typer.BadParameter(
-                    "--encoder: expected the text model that computed the training features "
-                    f"({self.condition['encoder']}), but {encoder} encodes the empty caption differently; pass that model"
+                    f"--encoder {encoder}: expected {self.condition['encoder']}, the text model that computed the "
+                    "training features, got one with other features of the empty caption; pass the model used then"
                 )
 
     def shape(self, size: tuple[int, int], frames: int | None = None) -> tuple[int, ...]:

@@ -66,8 +66,8 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
     missing = sorted(loading["missing_keys"])  # transformers initialises these weights randomly
     if others := [weight for weight in missing if not weight.startswith("pooler.")]:
         raise typer.BadParameter(
-            f"--encoder {name}: expected all weights of {type(model).__name__}, but {plural(len(others), 'tensor')} such "
-            f"as {others[0]} are missing; pass a complete model"
+            f"--encoder {name}: expected all weights of {type(model).__name__}, got none for {others[0]}"
+            f"{f' and {len(others) - 1} others' if len(others) > 1 else ''}; pass a complete model"
         )
     if missing:
         model.pooler = None
