@@ -372,7 +372,7 @@ def test_prompts_need_the_text_model_of_the_training_features(data, tmp_path):
         torch.nn.init.normal_(parameter)
     model.save_pretrained(other)
     said = output_of("sample", tmp_path / "run", "--prompt", "a tile", "--encoder", other, "--device", "cpu")
-    assert "the text model that computed the training features, got one with other features of the empty caption" in said
+    assert "the text model that computed the training features, got one with other features of" in said
 
 
 def test_captions_without_any_training_sample_are_named_if_held_out_samples_share_them():

@@ -77,7 +77,8 @@ class Images:
 class Labelled:
     """Training images (in memory or as a stream), test images, the number of classes, and the class names if known.
 
-    ``read_test`` reads the test images at another size, and is None for idx files, whose images all have one size.
+    ``read_test`` and ``read_train`` read the images at another size. Both are None for idx files, whose images all have
+    one size. ``read_train`` is None for streams.
     """
 
     train: Images | LabelledStream
@@ -85,6 +86,7 @@ class Labelled:
     num_classes: int
     classes: tuple[str, ...] = ()
     read_test: Callable[[Size], Images] | None = None
+    read_train: Callable[[Size], Images] | None = None
 
     def test_at(self, size: tuple[int, int]) -> Images:
         """Return the test images for this size. Files are read at exactly this size, regardless of the other sizes."""
@@ -125,7 +127,7 @@ def load_images(
         ImageError: if there are no images, an image can't be read, or images don't fit into memory.
     """
     check_folder(path)
-    classes, read_test = (), None
+    classes, read, read_test = (), None, None
     if dataset:
         read, read_test = (_timm(dataset, path, split, limit) for split in ("train", "validation"))
         train, test = read(size), read_test(test_size or size)
@@ -142,7 +144,7 @@ def load_images(
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
-    return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes, read_test)
+    return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes, read_test, read)
 
 
 def check_folder(path: Path) -> None:
