@@ -164,6 +164,16 @@ def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
     assert len(load_images(tmp_path, 8, dataset=dataset, limit=3).train) == 3
 
 
+@pytest.mark.parametrize("dataset", ["", "folder", "torch/image_folder"])
+def test_splits_with_different_classes_are_refused(tmp_path, dataset):
+    """timm numbers the classes of each split separately."""
+    write_folders(tmp_path)
+    first = min(path.name for path in (tmp_path / "val").iterdir())
+    shutil.rmtree(tmp_path / "val" / first)
+    with pytest.raises(ImageError, match=f"expected the same classes .*, got these in only one of the two: {first}"):
+        load_images(tmp_path, 8, dataset=dataset)
+
+
 def test_transparent_and_16_bit_images_are_read_alike_with_and_without_streaming(tmp_path):
     pixels = {"a": np.zeros((8, 8, 4), np.uint8), "b": np.full((8, 8), 32768, np.uint16)}  # transparent, and grey
     for part in ("train", "val"):

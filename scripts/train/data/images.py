@@ -129,7 +129,12 @@ def load_images(
     check_folder(path)
     classes, read, read_test = (), None, None
     if dataset:
-        read, read_test = (_timm(dataset, path, split, limit) for split in ("train", "validation"))
+        (read, names), (read_test, others) = (_timm(dataset, path, split, limit) for split in ("train", "validation"))
+        if names != others:
+            raise ImageError(
+                f"--dataset {dataset}: expected the same classes in the training and validation splits, got these in "
+                f"only one of the two: {', '.join(sorted(names ^ others))}; add or remove these classes"
+            )
         train, test = read(size), read_test(test_size or size)
     elif is_idx(path):
         train, test = (_idx(path, prefix, limit) for prefix in IDX.values())
@@ -260,10 +265,12 @@ def load_stream(path: Path, size: Size, *, label: str = "", limit: int | None = 
     return Labelled(train, read_test(size), num_classes, classes, read_test)
 
 
-def _timm(name: str, root: Path, split: str, limit: int | None) -> Callable[[Size], Images]:
+def _timm(name: str, root: Path, split: str, limit: int | None) -> tuple[Callable[[Size], Images], set[str]]:
+    """Return a function that reads a split, and the names of its classes if they are known."""
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
-        return _reader(found.__getitem__, len(found), limit)
+        names = set(getattr(getattr(found, "reader", found), "class_to_idx", None) or ())
+        return _reader(found.__getitem__, len(found), limit), names
     except Exception as error:  # the readers of torchvision, hfds and tfds can raise any exception
         raise ImageError(
             f"--dataset {name}: its {split} split is not in {root} ({error}); download it first"
