@@ -269,7 +269,7 @@ def _timm(name: str, root: Path, split: str, limit: int | None) -> tuple[Callabl
     """Return a function that reads a split, and the names of its classes if they are known."""
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
-        names = set(getattr(getattr(found, "reader", found), "class_to_idx", None) or ())
+        names: set[str] = set(getattr(getattr(found, "reader", found), "class_to_idx", None) or [])
         return _reader(found.__getitem__, len(found), limit), names
     except Exception as error:  # the readers of torchvision, hfds and tfds can raise any exception
         raise ImageError(
