@@ -294,8 +294,14 @@ class PretrainedEncoder(nn.Module):
         if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
             raise TypeError(f"text: expected a sequence of captions, got {captions!r}")
         tokens = self.tokenizer(
-            list(captions), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
-        )
+            list(captions), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt",
+            return_attention_mask=True,
+        )  # fmt: skip
+        if not tokens["input_ids"].shape[1]:
+            raise ValueError(
+                "tokenizer: expected at least one token for an empty caption, got none; use a tokenizer that adds a "
+                "special token to each caption"
+            )
         tokens = {name: value.to(next(self.model.parameters()).device) for name, value in tokens.items()}
         out = self.model(**tokens)
         return Text(out.last_hidden_state, tokens["attention_mask"].bool(), getattr(out, "pooler_output", None))

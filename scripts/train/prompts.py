@@ -30,7 +30,7 @@ from .encodings import has_position_table, restore_arguments
 from .generation import as_images
 from .samplers import SAMPLERS, Sampling, draw_samples
 from .samples import pixels, write_sheet
-from .text_features import count_tokens, load_encoder
+from .text_features import count_tokens, is_same_encoder, load_encoder
 from .vae import open_decoder
 
 BATCH = 16  # number of images per batch
@@ -171,6 +171,12 @@ class Painter:
         self.encoder = None
         if self.condition["kind"] == "features" and encoder is not None:
             self.encoder = load_encoder(encoder, self.condition["length"], device)
+            known: Any = self.model.text_encoder
+            if not is_same_encoder(self.encoder, known.empty(1)):
+                raise typer.BadParameter(
+                    f"--encoder {encoder}: expected {self.condition['encoder']}, the text model that computed the "
+                    "training features, got one with other features of the empty caption; pass the model used then"
+                )
 
     def shape(self, size: tuple[int, int], frames: int | None = None) -> tuple[int, ...]:
         """Return the shape (C, [frames,] height, width) of a sample for an image size in pixels."""

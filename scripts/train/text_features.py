@@ -21,7 +21,7 @@ from rich.progress import track
 
 from lrpe_md.checks import plural
 
-from ...models.text import PretrainedEncoder
+from ...models.text import PretrainedEncoder, Text
 from ..common.devices import choose_device
 from ..common.folder import new_folder
 from ..common.options import choose
@@ -38,8 +38,11 @@ DTYPES = {"float16": np.float16, "float32": np.float32}
 def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEncoder:
     """Load a transformers text model and its tokenizer from a folder or a Hub ID.
 
+    If the weights of the pooler are missing, there are no pooled features.
+
     Raises:
-        typer.BadParameter: if there is no such model.
+        typer.BadParameter: if there is no such model, other weights are missing, or the tokenizer can't pad captions or
+            encode the empty caption.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
 
@@ -53,14 +56,39 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
             kind = transformers.AutoModelForTextEncoding
         else:
             kind = transformers.AutoModel
-        model = kind.from_pretrained(name, dtype=torch.float32)
+        model, loading = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
     except Exception as error:  # hub, JSON, safetensors and tokenizers raise various errors
         raise typer.BadParameter(
             f"--encoder {name}: expected a transformers text model with its tokenizer (a folder or a Hub ID), but "
             f"none was found ({first_sentence(error)}); pass another folder or Hub ID"
         ) from error
-    return PretrainedEncoder(model.to(device), tokenizer, length)
+    missing = sorted(loading["missing_keys"])  # transformers initialises these weights randomly
+    if others := [weight for weight in missing if not weight.startswith("pooler.")]:
+        raise typer.BadParameter(
+            f"--encoder {name}: expected all weights of {type(model).__name__}, got none for {others[0]}"
+            f"{f' and {len(others) - 1} others' if len(others) > 1 else ''}; pass a complete model"
+        )
+    if missing:
+        model.pooler = None
+    try:
+        return PretrainedEncoder(model.to(device), tokenizer, length)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"--encoder {name}: can't encode the empty caption ({first_sentence(error)}); pass another model"
+        ) from error
+
+
+def is_same_encoder(encoder: PretrainedEncoder, empty: Text) -> bool:
+    """Return whether ``empty`` contains the encoder's features of the empty caption, up to rounding to float16."""
+    found = encoder(encoder.empty(1))
+    for own, stored in ((found.features, empty.features), (found.pooled, empty.pooled)):
+        if own is None or stored is None:
+            if own is not stored:
+                return False
+        elif own.shape != stored.shape or (own - stored).norm() > 0.05 * stored.norm():
+            return False
+    return True
 
 
 def count_tokens(model: PretrainedEncoder, captions: list[str]) -> list[int]:

@@ -183,6 +183,59 @@ def test_classes_by_number_and_by_name(shards, hub):
         assert data.test.labels.tolist() == [0, 1] * 4
 
 
+@pytest.mark.parametrize(
+    ("names", "differ"),
+    [
+        (["bottom", "top"], "'top' and 'bottom' for class 0"),
+        (["top", "bottom", "left"], "None and 'left' for class 2"),
+        (["top"], "'bottom' and None for class 1"),
+    ],
+)
+def test_class_numbers_mean_the_same_in_training_and_test_data(tmp_path, names, differ):
+    """ClassLabel numbers the classes of each split separately, for example with class_encode_column."""
+    parts = {}
+    for split, of in (("train", ["top", "bottom"]), ("test", names)):
+        rows = {"image": [picture(i) for i in range(4)], "label": [0] * 4}
+        kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=of)}
+        parts[split] = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "hub"))
+    message = f"expected the same class names .*, got {differ}; cast"
+    with pytest.raises(StreamError, match=message):
+        load_stream(tmp_path / "hub", 8)
+    with pytest.raises(StreamError, match=message):
+        open_streamed(tmp_path / "hub", "labels", "")
+
+
+def test_samples_with_several_images_are_refused(tmp_path):
+    """Without an error, the mask would be trained on, in the bucket of the image."""
+    for name, mask in (("pairs", "png"), ("masks", "mask.png")):
+        (tmp_path / name).mkdir()
+        with webdataset.TarWriter(str(tmp_path / name / "train-0.tar")) as writer:
+            writer.write({"__key__": "a", "jpg": encode(picture(0)), "cls": "0"})
+            writer.write({"__key__": "b", "jpg": encode(picture(1)), mask: encode(picture(2)), "cls": "1"})
+    with pytest.raises(StreamError, match=r"sample 'b': expected one image, got \.jpg, \.png; rename the others"):
+        streams.open_source(tmp_path / "pairs")
+    source, _ = streams.open_source(tmp_path / "masks")
+    assert source.read(1)["image"].tobytes() == picture(1).tobytes()
+
+
+def test_fields_of_json_do_not_replace_files(tmp_path):
+    about = {"image": "other.png", "label": 5, "caption": "other"}
+    with webdataset.TarWriter(str(tmp_path / "train-0.tar")) as writer:
+        writer.write({"__key__": "a", "jpg": encode(picture(0)), "cls": "1", "caption": "one", "json": about})
+    sample = streams.open_source(tmp_path)[0].read(0)
+    assert sample["image"].tobytes() == picture(0).tobytes()
+    assert (sample["label"], sample["caption"]) == (1, "one")
+
+
+def test_a_field_of_json_can_be_named_label(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "train-0.tar")) as writer:
+        for i in range(40):
+            writer.write({"__key__": f"{i}", "jpg": encode(picture(i)), "json": {"label": i % 2}})
+    assert load_stream(tmp_path, 8, label="label").num_classes == 2
+    assert streams.open_source(tmp_path)[0].list_values("label") == [0, 1] * 20
+
+
 @pytest.mark.parametrize("value", [-1, None, float("nan"), ["top"]])
 def test_samples_without_a_class_are_refused(shards, value, monkeypatch):
     """ClassLabel stores -1 or None for a sample without a class."""

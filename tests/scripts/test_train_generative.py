@@ -39,6 +39,7 @@ from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining
 from lrpe_md.scripts.train.vae import Decoder, load_vae
 from parametrizing import slow_except
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from test_train_image import write_folders, write_idx
 from train_commands import Killed, die_after, invoke, output_of
 
@@ -318,6 +319,60 @@ def test_features_equal_those_of_the_text_model(tmp_path, kind):
     torch.testing.assert_close(folder.empty.features, encoder([""]).features, rtol=1e-4, atol=1e-5)
     with pytest.raises(typer.BadParameter, match="got none for 1 caption, such as 'a dog'"):
         folder.find(["a red tile", "a dog"])
+
+
+def test_a_random_pooler_is_not_used(tmp_path):
+    """The weights of RoBERTa have no pooler, so transformers would draw a different one in each program."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = transformers.BertConfig(vocab_size=9, pad_token_id=0, **sizes)
+    for kind, width in ((transformers.BertForMaskedLM, 0), (transformers.BertModel, 16)):
+        folder = write_text_model(tmp_path / kind.__name__)
+        kind(bert).save_pretrained(folder)
+        encoder = text_features.load_encoder(str(folder), 16, CPU)
+        assert encoder.pooled_width == width
+        assert (encoder(["a tile"]).pooled is None) == (width == 0)
+    weights = folder / "model.safetensors"
+    kept = {name: value for name, value in load_file(weights).items() if "key.weight" not in name}
+    save_file(kept, weights, {"format": "pt"})
+    with pytest.raises(typer.BadParameter, match=r"expected all weights of BertModel, got none for encoder\.layer"):
+        text_features.load_encoder(str(folder), 16, CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("post_processor", "tokenizer: expected at least one token for an empty caption, got none"),
+        ("pad_token", "Asking to pad but the tokenizer does not have a padding token"),
+    ],
+)
+def test_tokenizers_without_special_tokens_are_refused(tmp_path, change, message):
+    folder = write_text_model(tmp_path)
+    file = folder / ("tokenizer.json" if change == "post_processor" else "tokenizer_config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), change: None}))
+    with pytest.raises(typer.BadParameter, match=f"can't encode the empty caption .*{message}"):
+        text_features.load_encoder(str(folder), 16, CPU)
+
+
+def test_masks_are_requested_from_the_tokenizer(tmp_path):
+    """Some tokenizers, such as SigLIP's, return no mask by default."""
+    encoder = text_features.load_encoder(str(write_text_model(tmp_path)), 16, CPU)
+    expected = encoder(["a tile", "a"])
+    encoder.tokenizer.model_input_names = ["input_ids"]
+    found = encoder(["a tile", "a"])
+    assert found.mask.tolist() == expected.mask.tolist() == [[True, True, True], [True, True, False]]
+
+
+def test_prompts_need_the_text_model_of_the_training_features(data, tmp_path):
+    diffusion.run(config(data["features"], tmp_path / "run", steps=1))
+    other = write_text_model(tmp_path / "other")
+    torch.manual_seed(2)
+    model = text_features.load_encoder(str(other), 16, CPU).model
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(other)
+    said = output_of("sample", tmp_path / "run", "--prompt", "a tile", "--encoder", other, "--device", "cpu")
+    assert "the text model that computed the training features, got one with other features of" in said
 
 
 def test_captions_without_any_training_sample_are_named_if_held_out_samples_share_them():

@@ -164,6 +164,16 @@ def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
     assert len(load_images(tmp_path, 8, dataset=dataset, limit=3).train) == 3
 
 
+@pytest.mark.parametrize("dataset", ["", "folder", "torch/image_folder"])
+def test_splits_with_different_classes_are_refused(tmp_path, dataset):
+    """timm numbers the classes of each split separately."""
+    write_folders(tmp_path)
+    first = min(path.name for path in (tmp_path / "val").iterdir())
+    shutil.rmtree(tmp_path / "val" / first)
+    with pytest.raises(ImageError, match=f"expected the same classes .*, got these in only one of the two: {first}"):
+        load_images(tmp_path, 8, dataset=dataset)
+
+
 def test_transparent_and_16_bit_images_are_read_alike_with_and_without_streaming(tmp_path):
     pixels = {"a": np.zeros((8, 8, 4), np.uint8), "b": np.full((8, 8), 32768, np.uint16)}  # transparent, and grey
     for part in ("train", "val"):
@@ -311,6 +321,29 @@ def test_images_that_are_not_square(tmp_path, stream):
     assert (fine["size"], fine["reference"], fine["weights"]) == ("16x24", "8x12", str(config.out))
     assert fine["export"][4:] == ["model.reference = (2, 3)"]
     assert load_run(tmp_path / "fine").reference == (2, 3)
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_mixed_aspect_ratios_are_cropped_from_the_files(tmp_path, augmented):
+    """Each training size shows what a test at this size shows, instead of stretched images."""
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / name).mkdir(parents=True)
+        for i in range(4):
+            x = np.zeros((32, 16, 3), np.uint8)
+            x[8:24] = np.linspace(0, 255, 16).astype(np.uint8)[:, None, None]
+            Image.fromarray(x).save(tmp_path / name / f"{i}.png")
+    options = {**SMALL, "batch": 2, "size": "8x16", "mix_sizes": "16,8,16x8", "shift": 0, "flip": False}
+    options |= {"test_sizes": "", "augment": "rand-m0-n0" if augmented else ""}
+    config = ImageTraining(data=tmp_path, out=tmp_path / "run", **options)
+    work = train_image.prepare(config, torch.device("cpu"))
+    steps, found = work.steps(0), {}
+    for _ in range(16):
+        x, _ = work.batch(*next(steps))
+        found[tuple(x.shape[2:])] = x if x.is_floating_point() else resized(x, tuple(x.shape[2:]))
+    assert set(found) == {(8, 16), (16, 16), (8, 8), (16, 8)}
+    for size, x in found.items():
+        expected = load_images(tmp_path, size).test.images[:2]
+        assert (x - resized(expected, size)).abs().max() < 0.15, size
 
 
 def test_non_square_sizes_are_suggested_and_mixed(data, tmp_path, capsys):

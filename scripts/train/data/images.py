@@ -77,7 +77,8 @@ class Images:
 class Labelled:
     """Training images (in memory or as a stream), test images, the number of classes, and the class names if known.
 
-    ``read_test`` reads the test images at another size, and is None for idx files, whose images all have one size.
+    ``read_test`` and ``read_train`` read the images at another size. Both are None for idx files, whose images all have
+    one size. ``read_train`` is None for streams.
     """
 
     train: Images | LabelledStream
@@ -85,6 +86,7 @@ class Labelled:
     num_classes: int
     classes: tuple[str, ...] = ()
     read_test: Callable[[Size], Images] | None = None
+    read_train: Callable[[Size], Images] | None = None
 
     def test_at(self, size: tuple[int, int]) -> Images:
         """Return the test images for this size. Files are read at exactly this size, regardless of the other sizes."""
@@ -125,9 +127,14 @@ def load_images(
         ImageError: if there are no images, an image can't be read, or images don't fit into memory.
     """
     check_folder(path)
-    classes, read_test = (), None
+    classes, read, read_test = (), None, None
     if dataset:
-        read, read_test = (_timm(dataset, path, split, limit) for split in ("train", "validation"))
+        (read, names), (read_test, others) = (_timm(dataset, path, split, limit) for split in ("train", "validation"))
+        if names != others:
+            raise ImageError(
+                f"--dataset {dataset}: expected the same classes in the training and validation splits, got these in "
+                f"only one of the two: {', '.join(sorted(names ^ others))}; add or remove these classes"
+            )
         train, test = read(size), read_test(test_size or size)
     elif is_idx(path):
         train, test = (_idx(path, prefix, limit) for prefix in IDX.values())
@@ -142,7 +149,7 @@ def load_images(
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
-    return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes, read_test)
+    return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes, read_test, read)
 
 
 def check_folder(path: Path) -> None:
@@ -258,10 +265,12 @@ def load_stream(path: Path, size: Size, *, label: str = "", limit: int | None = 
     return Labelled(train, read_test(size), num_classes, classes, read_test)
 
 
-def _timm(name: str, root: Path, split: str, limit: int | None) -> Callable[[Size], Images]:
+def _timm(name: str, root: Path, split: str, limit: int | None) -> tuple[Callable[[Size], Images], set[str]]:
+    """Return a function that reads a split, and the names of its classes if they are known."""
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
-        return _reader(found.__getitem__, len(found), limit)
+        names: set[str] = set(getattr(getattr(found, "reader", found), "class_to_idx", None) or [])
+        return _reader(found.__getitem__, len(found), limit), names
     except Exception as error:  # the readers of torchvision, hfds and tfds can raise any exception
         raise ImageError(
             f"--dataset {name}: its {split} split is not in {root} ({error}); download it first"

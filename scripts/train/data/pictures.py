@@ -140,9 +140,9 @@ def load_classes(
     def read(chosen: np.ndarray, side: Size) -> Images:
         return Images(found.read(side, np.flatnonzero(chosen)), labels[chosen])
 
-    read_test = partial(read, held_out)
-    train, test = read(~held_out, size), read_test(test_size or size)
-    return Labelled(train, test, len(records.classes), records.classes, read_test)
+    read_train, read_test = partial(read, ~held_out), partial(read, held_out)
+    train, test = read_train(size), read_test(test_size or size)
+    return Labelled(train, test, len(records.classes), records.classes, read_test, read_train)
 
 
 def _from_files(path: Path, condition: str, without: str, label: str) -> Pictures:

@@ -13,7 +13,7 @@ import typer
 from PIL import Image
 
 from .records import Records
-from .streams import Source, Stream, StreamError, check_classes, open_source
+from .streams import Source, Stream, StreamError, check_class_names, check_classes, open_source
 
 Streams = Sequence[Stream]
 
@@ -44,6 +44,7 @@ def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any,
     if condition == "captions" or (condition == "auto" and has_captions and not label):
         captions = [caption for source in sources for caption in _captions(source)]
     elif condition == "labels" or (condition == "auto" and (label or all("label" in s.fields for s in sources))):
+        check_class_names(sources[0], sources[-1], label or "label")
         values = [value for source in sources for value in source.list_values(label or "label")]
         check_classes(values, label or "label")
         labels, classes = _number(values)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -262,6 +263,20 @@ def _scan(path: Path) -> Shard:
     return Shard(path, [key for key, _ in rows], fields, table[..., 0], table[..., 1])
 
 
+def _check_single_images(shard: Shard) -> None:
+    """Reject samples with several images, such as a .jpg and a mask in .png."""
+    names = [name for name in shard.fields if name in IMAGE_FIELDS]
+    found = shard.offsets[:, [shard.fields.index(name) for name in names]] >= 0
+    several = np.flatnonzero(found.sum(1) > 1)
+    if len(several):
+        first = several[0]
+        fields = ", ".join(f".{name}" for name, is_there in zip(names, found[first], strict=True) if is_there)
+        raise StreamError(
+            f"{shard.path}, sample {shard.keys[first]!r}: expected one image, got {fields}; rename the others, for "
+            "example from NAME.png to NAME.mask.png"
+        )
+
+
 def _where(name: str) -> str:
     """Describe where shards store a field, for an error message."""
     if name == "caption":
@@ -275,6 +290,8 @@ class ShardSource:
     def __init__(self, paths: Sequence[Path], cache: Path | None = None) -> None:
         self.shards = [index_shard(path, cache) for path in paths]
         self.ends = np.cumsum([len(shard.keys) for shard in self.shards])
+        for shard in self.shards:
+            _check_single_images(shard)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -302,8 +319,10 @@ class ShardSource:
         return measure_image(shard.read(sample, _require_image(next(names, None))))
 
     def list_values(self, name: str) -> list[Any]:
-        values, names = [], {"label": ("cls",), "caption": CAPTION_FIELDS}.get(name, ("json",))
+        values, files = [], {"label": ("cls",), "caption": CAPTION_FIELDS}.get(name, ("json",))
         for shard in self.shards:
+            # A field of .json can also be named label.
+            names = ("json",) if name == "label" and "cls" not in shard.fields else files
             with shard.path.open("rb") as file:
                 for sample in range(len(shard.keys)):
                     index = len(values)
@@ -325,7 +344,7 @@ class ShardSource:
 
     def _parse(self, shard: Shard, sample: int, names: Sequence[str], file: Any = None) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name in names:
+        for name in sorted(names, key=lambda name: name != "json"):  # files replace entries of .json
             if name not in shard.fields or not shard.has(sample, name):
                 continue
             content = shard.read(sample, name, file)
@@ -537,6 +556,19 @@ def check_classes(values: Sequence[Any], label: str) -> None:
             )
 
 
+def check_class_names(train: Source, test: Source, label: str) -> None:
+    """Reject test samples whose class numbers have different names from those of the training samples."""
+    ours, theirs = train.class_names(label), test.class_names(label)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    pairs = enumerate(zip_longest(ours, theirs))
+    number, (name, other) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    raise StreamError(
+        f"--label {label}: expected the same class names in the training and test data, got {name!r} and {other!r} for "
+        f"class {number}; cast the classes of the test data to the ClassLabel of the training data"
+    )
+
+
 def number_classes(
     train: Stream, test: Stream, label: str
 ) -> tuple[LabelledStream, LabelledStream, int, tuple[str, ...]]:
@@ -544,6 +576,7 @@ def number_classes(
 
     Class names are sorted, unless the data assigns numbers to classes.
     """
+    check_class_names(train.source, test.source, label)
     values = {id(each.source): each.source.list_values(label) for each in (train, test)}
     found = [values[id(each.source)] for each in (train, test)]
     check_classes([*found[0], *found[1]], label)

@@ -26,6 +26,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -217,6 +218,11 @@ class ImageTraining(Training):
         return None if self.max_ratio > 1 or len(self.train_sizes) > 1 else False
 
     @property
+    def is_augmented(self) -> bool:
+        """Return whether images are augmented on the CPU."""
+        return bool(self.augment) or self.crop < 1
+
+    @property
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
 
@@ -373,26 +379,38 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
         return sizes.sort(np.array(list(pool.map(train.stream.measure, range(len(train))))))
 
 
+def group_by_ratio(sizes: Sequence[Shape]) -> list[list[Shape]]:
+    """Group sizes by their aspect ratio. The first size is in the first group."""
+    groups: dict[Fraction, list[Shape]] = {}
+    for height, width in sizes:
+        groups.setdefault(Fraction(height, width), []).append((height, width))
+    return list(groups.values())
+
+
 def batch(
-    config: ImageTraining, data: tuple[Images, Buckets], numbers: np.ndarray, draws: np.ndarray
+    config: ImageTraining, data: tuple[dict[Shape, Images], Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Return randomly shifted and mirrored images (B, C, height, width) in [-1, 1], and labels (B,).
 
-    ``numbers`` come from :meth:`.buckets.Buckets.order`. ``draws`` are random numbers.
+    ``data`` contains the images for each training size, and their buckets. ``numbers`` come from
+    :meth:`.buckets.Buckets.order`. ``draws`` are random numbers.
     """
-    train, buckets = data
+    by_size, buckets = data
     indices, shape = buckets.locate(numbers)
+    train = by_size[shape]
     index = sent(indices, train.labels.device)
     x = shifted(train.images[index], draws, shift=config.shift, flip=config.flip)
     return resized(x, shape), train.labels[index]
 
 
 def augmented_batch(
-    config: ImageTraining, data: tuple[Images | LabelledStream, Buckets], numbers: np.ndarray, draws: np.ndarray
-) -> tuple[Tensor, Tensor]:
+    config: ImageTraining, data: tuple[dict[Shape, Images] | LabelledStream, Buckets], numbers: np.ndarray,
+    draws: np.ndarray,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Like :func:`batch`, but decode and augment the images on the CPU, and return them as uint8."""
-    train, buckets = data
+    found, buckets = data
     indices, shape = buckets.locate(numbers)
+    train = found[shape] if isinstance(found, dict) else found
     x, labels = read_batch(train, transform_of(shape, config.augment, config.crop), indices, draws)
     return shifted(x, draws, shift=config.shift, flip=config.flip), labels
 
@@ -481,8 +499,23 @@ def enclose(sizes: Sequence[Shape]) -> Shape:
     )
 
 
+def read_sizes(
+    data: Labelled, train: Images, groups: Sequence[Sequence[Shape]], device: torch.device
+) -> dict[Shape, Images]:  # fmt: skip
+    """Return the training images for each size. Sizes with the same aspect ratio share the images of the largest one.
+
+    ``train`` contains the images for the first group of sizes. Images from idx files stay unchanged.
+    """
+    found: dict[Shape, Images] = {}
+    for group in groups:
+        images = train if group is groups[0] or data.read_train is None else data.read_train(enclose(group))
+        found |= dict.fromkeys(group, images.to(device))
+    return found
+
+
 def prepare(config: ImageTraining, device: torch.device) -> Work:
-    size, options = enclose(config.train_sizes), (config.dataset, config.limit, config.label, config.without)
+    groups = group_by_ratio(config.train_sizes)
+    size, options = enclose(groups[0]), (config.dataset, config.limit, config.label, config.without)
     data = load(config.data, size, config.shape, *options, config.stream)
     data.check_memory(config.test_shapes)
     if config.is_new and config.batch > len(data.train):  # check before anything is written
@@ -498,11 +531,12 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.train.digest}
     buckets = sort_images(config, data.train)
-    in_processes = isinstance(data.train, LabelledStream) or bool(config.augment) or config.crop < 1
-    if in_processes or isinstance(data.train, LabelledStream):
-        make_batch, test = partial(augmented_batch, config, (data.train, buckets)), data.test.to(device)
+    in_processes, test = isinstance(data.train, LabelledStream) or config.is_augmented, data.test.to(device)
+    if isinstance(data.train, LabelledStream):
+        make_batch = partial(augmented_batch, config, (data.train, buckets))
     else:
-        make_batch, test = partial(batch, config, (data.train.to(device), buckets)), data.test.to(device)
+        by_size = read_sizes(data, data.train, groups, torch.device("cpu") if in_processes else device)
+        make_batch = partial(augmented_batch if in_processes else batch, config, (by_size, buckets))
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
