@@ -68,6 +68,11 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
         copy_each(list(targets), list(values), non_blocking=True)
 
 
+def multiply_in_own_dtype(learned: Tensor, buffer: Tensor) -> Tensor:
+    """Multiply without promotion, so that the kernel's check finds parameters that a library cast to 16 bits."""
+    return learned * buffer.to(learned.dtype)
+
+
 def check_broadcast(name: str, value: Any, shape: Sequence[int]) -> None:
     """Check that a tensor broadcasts to a shape. Accept values other than tensors."""
     try:
@@ -98,8 +103,24 @@ class PreciseModule(nn.Module):
     """Module whose parameters and buffers keep their dtype through casts, without weight decay.
 
     When a module made on the meta device is materialised, or any module is emptied with ``to_empty``, its parameters
-    and buffers get their initial values.
+    and buffers get their initial values. The same applies to tensors that ``from_pretrained`` of transformers doesn't
+    find in a checkpoint.
     """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        tensors = {**vars(self).get("_parameters", {}), **vars(self).get("_buffers", {})}
+        replaced = tensors.get(name)
+        super().__setattr__(name, value)
+        # transformers replaces meta tensors by loaded or uninitialised ones, and sets this flag on the loaded tensors.
+        # It also sets the flag on each module after calling _init_weights, which doesn't know our modules.
+        if replaced is not None and replaced.is_meta:
+            vars(self).setdefault("_materialised", set()).add(name)
+        elif name == "_is_hf_initialized":
+            for each in vars(self).pop("_materialised", ()):
+                tensor = tensors.get(each)
+                if tensor is not None and not tensor.is_meta and not hasattr(tensor, name):
+                    self._reset(each, tensor)
+            self._mark()
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
         """Return the initial value of a parameter or buffer, as a new tensor on ``device`` or the default device."""
@@ -131,6 +152,22 @@ class PreciseModule(nn.Module):
 
     def _owned(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a parameter or buffer."""
+        return torch.float32
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.dtype != self._dtype(name):  # assign=True adopts the state_dict's dtype
+                setattr(self, name, nn.Parameter(parameter.detach().to(self._dtype(name)), parameter.requires_grad))
+        # load_state_dict(assign=True) leaves non-persistent buffers of a meta model on meta.
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            if buffer.is_meta and torch.get_default_device().type != "meta":
+                setattr(self, name, self._initial(name))
+        vars(self).pop("_materialised", None)
+        self._mark()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         def exact(t: Tensor) -> Tensor:
@@ -359,22 +396,14 @@ class FrequencyModule(PreciseModule):
             own = self._initial_sign(device) if sign is None else sign.to(device, self.dtype)
             self._set_sign(own, persistent=sign is not None)
         super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)
-        for name, parameter in self.named_parameters(recurse=False):
-            if parameter.dtype != self._dtype(name):  # assign=True adopts the state_dict's dtype
-                setattr(self, name, nn.Parameter(parameter.detach().to(self._dtype(name)), parameter.requires_grad))
-        # load_state_dict(assign=True) leaves non-persistent buffers of a meta model on meta.
-        for name, buffer in list(self.named_buffers(recurse=False)):
-            if buffer.is_meta and torch.get_default_device().type != "meta":
-                setattr(self, name, self._initial(name))
-        self._mark()
 
     def get_omega(self) -> Tensor:
         """Return omega (H or 1, C, K), which is differentiable with respect to the learned parameters."""
         fixed = self._buffers.get("omega")  # nn.Module.__getattr__ would take a microsecond
         if fixed is not None:
             return fixed
-        ratio = self._buffers.get("ratio")
-        return self._learned() if ratio is None else self._learned() * ratio
+        omega, ratio = self._learned(), self._buffers.get("ratio")
+        return omega if ratio is None else multiply_in_own_dtype(omega, ratio)
 
     def get_phase(self) -> Tensor | None:
         """Return the learned phase, (H, C) or (P, H, C) for P groups, or None if there is none."""
@@ -395,7 +424,7 @@ class FrequencyModule(PreciseModule):
         if log is None:
             return self.get_parameter("theta").reshape(self.shapes["theta"])
         theta = log.exp().reshape(self.shapes["log_theta"])
-        return theta if sign is None else theta * sign
+        return theta if sign is None else multiply_in_own_dtype(theta, sign)
 
     def _lay(self) -> Tensor:
         """Compute omega from theta."""

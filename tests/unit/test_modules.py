@@ -115,6 +115,17 @@ def test_meta_device_then_assigned_state_dict(cls, kwargs):
         assert torch.equal(t, tensors(real)[name]), name
 
 
+@pytest.mark.parametrize("learnable", [False, True])
+def test_decay_of_a_meta_model_then_assigned_state_dict(learnable):
+    real = HeadDecay(4, learnable=learnable)
+    with torch.device("meta"):
+        module = HeadDecay(4, learnable=learnable)
+    module.load_state_dict({name: t.bfloat16() for name, t in real.state_dict().items()}, assign=True)
+    assert all(t.dtype == torch.float32 for t in tensors(module).values())
+    assert all(parameter._no_weight_decay for parameter in module.parameters())
+    torch.testing.assert_close(module(), real(), rtol=1e-2, atol=0)
+
+
 def test_reset_parameters(cls, kwargs):
     module, real = cls(8, 2, **kwargs), cls(8, 2, **kwargs)
     with torch.no_grad():
@@ -471,6 +482,19 @@ def test_bfloat16_state_dict_assigned(cls):
     other.load_state_dict(state, assign=True)
     assert all(p.dtype == torch.float32 for p in other.parameters())
     other(torch.randn(1, 2, 13, 8), positions=GRID)
+
+
+@pytest.mark.parametrize("kind", ["adjusted", "with signs", "a preset"])
+def test_parameters_that_a_library_casts_are_refused(kind):
+    """accelerate and FSDP2 cast parameters without the module. Products with buffers must not hide the dtype."""
+    module = PresetMd("eva02", head_dim=16, learnable=True) if kind == "a preset" else RotateMd(16, 2, learnable=True)
+    if kind == "adjusted":
+        module.adjust()
+    if kind == "with signs":
+        module.load_state_dict({"theta": -torch.ones(4)})
+    module._parameters["log_theta"] = nn.Parameter(module.log_theta.detach().bfloat16())
+    with pytest.raises(TypeError, match="omega: expected float32 or float64 .*, got torch.bfloat16"):
+        module(torch.randn(1, 2, 6, 16), positions=Grid((2, 3)).cells())
 
 
 def test_gradients_survive_a_cast(cls):
