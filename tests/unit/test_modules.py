@@ -493,7 +493,7 @@ def test_parameters_that_a_library_casts_are_refused(kind):
     if kind == "with signs":
         module.load_state_dict({"theta": -torch.ones(4)})
     module._parameters["log_theta"] = nn.Parameter(module.log_theta.detach().bfloat16())
-    with pytest.raises(TypeError, match="omega: expected float32 or float64 .*, got torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"omega: expected float32 or float64 .*, got torch\.bfloat16"):
         module(torch.randn(1, 2, 6, 16), positions=Grid((2, 3)).cells())
 
 
