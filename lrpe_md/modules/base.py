@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import dropwhile
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -71,6 +72,11 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def multiply_in_own_dtype(learned: Tensor, buffer: Tensor) -> Tensor:
     """Multiply without promotion, so that the kernel's check finds parameters that a library cast to 16 bits."""
     return learned * buffer.to(learned.dtype)
+
+
+def without_leading_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape without leading axes of size 1."""
+    return tuple(dropwhile(lambda n: n == 1, shape))
 
 
 def check_broadcast(name: str, value: Any, shape: Sequence[int]) -> None:
@@ -380,16 +386,30 @@ class FrequencyModule(PreciseModule):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})["map"] = self.map
+        own = {"map": self.map, "shapes": {name: tuple(shape) for name, shape in self.shapes.items()}}
+        getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {}).update(own)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *args: Any, **kwargs: Any) -> None:
-        saved = metadata.get("map", self.map)  # safetensors and version 0.2 save no map
+        saved = metadata.get("map", self.map)  # safetensors and earlier versions save no metadata
         if saved != self.map and any(prefix + name in state_dict for name in ("phase", "omega", "theta", "log_theta")):
             args[-1].append(
                 f"{prefix}map: expected the frequencies or phase of a module with map {self.map!r}, got those of one "
                 f"with map {saved!r}; build the same kind of module as the one that was saved"
             )
             return
+        for name, shape in metadata.get("shapes", {}).items():
+            own = self.shapes.get(name)
+            is_size_same = own is not None and own.numel() == math.prod(shape)
+            if (
+                prefix + name in state_dict
+                and is_size_same
+                and without_leading_ones(own) != without_leading_ones(shape)
+            ):
+                args[-1].append(
+                    f"{prefix}{name}: expected values of shape {tuple(own)} before flattening, got {tuple(shape)}; "
+                    "build the module with the head_dim, num_axes, num_heads and phase_groups of the one that was saved"
+                )
+                return
         self.upgrade_state_dict(state_dict, prefix)
         if f"{prefix}log_theta" in state_dict and "log_theta" in self._parameters:
             sign, device = state_dict.get(f"{prefix}sign"), self.get_parameter("log_theta").device

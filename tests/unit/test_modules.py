@@ -313,6 +313,26 @@ def test_state_dicts_of_the_other_map_are_refused(options):
     nn.Sequential(CosineMd(8, 2)).load_state_dict(nn.Sequential(RotateMd(16, 2)).state_dict())  # nothing is saved
 
 
+@pytest.mark.parametrize("options", [{}, {"frequencies": "mixed"}, {"learnable": "raw"}, {"learnable": False}])
+def test_state_dicts_of_other_sizes_are_refused(cls, options):
+    """Flattened parameters of other sizes may have the same length, as if heads of 16 channels were split in two."""
+    few = nn.Sequential(cls(16, 2, num_heads=2, phase=True, **{"learnable": True, **options}))
+    many = nn.Sequential(cls(8, 2, num_heads=4, phase=True, **{"learnable": True, **options}))
+    saved = io.BytesIO()
+    torch.save(few.state_dict(), saved)
+    saved.seek(0)
+    with pytest.raises(RuntimeError, match=r"0\.\w+: expected values of shape \(4, .* before flattening, got \(2, "):
+        many.load_state_dict(torch.load(saved, weights_only=True))
+    many.load_state_dict(copy.deepcopy(many).state_dict())
+
+
+def test_frequencies_with_and_without_an_axis_of_heads():
+    given = Rotate1d(8, theta=torch.rand(4), learnable=True)
+    module = Rotate1d(8, learnable=True)
+    module.load_state_dict(given.state_dict())
+    torch.testing.assert_close(module.get_omega(), given.get_omega())
+
+
 @pytest.mark.parametrize("build", [partial(RotateMd, 8), partial(CosineMd, 8), partial(HeadDecay, 2)])
 def test_device_number_zero(build):
     """The number of the first GPU is not the default device."""
