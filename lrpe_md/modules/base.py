@@ -429,21 +429,23 @@ class FrequencyModule(PreciseModule):
         """Return the learned phase, (H, C) or (P, H, C) for P groups, or None if there is none."""
         if self._parameters.get("phase", self) is None:  # nn.Module.__getattr__ would take a microsecond
             return None
-        assert self.phase is not None
-        return self.phase.reshape(self.shapes["phase"])
+        return self._learned_values("phase")
 
     def _learned(self) -> Tensor:
-        omega = self._parameters.get("omega")
-        if omega is not None:
-            return omega.reshape(self.shapes["omega"])
-        return self.omega if "omega" in self._buffers else self._lay()
+        if "omega" in self._buffers:
+            return self.omega
+        return self._learned_values("omega") if "omega" in self.shapes else self._lay()
+
+    def _learned_values(self, name: str) -> Tensor:
+        """Return a learned parameter in its full shape, even if it is parametrised, or a tensor in a functional call."""
+        values = self._parameters.get(name)
+        return (getattr(self, name) if values is None else values).reshape(self.shapes[name])
 
     def _theta(self) -> Tensor:
         """Return the learned theta in its full shape."""
-        log, sign = self._parameters.get("log_theta"), self._buffers.get("sign")
-        if log is None:
-            return self.get_parameter("theta").reshape(self.shapes["theta"])
-        theta = log.exp().reshape(self.shapes["log_theta"])
+        if "log_theta" not in self.shapes:
+            return self._learned_values("theta")
+        theta, sign = self._learned_values("log_theta").exp(), self._buffers.get("sign")
         return theta if sign is None else multiply_in_own_dtype(theta, sign)
 
     def _lay(self) -> Tensor:

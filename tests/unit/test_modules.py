@@ -517,6 +517,26 @@ def test_parameters_that_a_library_casts_are_refused(kind):
         module(torch.randn(1, 2, 6, 16), positions=Grid((2, 3)).cells())
 
 
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("options", [{}, {"learnable": "raw"}, {"frequencies": "mixed", "base": 10.0}])
+def test_functional_calls_and_parametrizations(cls, options):
+    module = cls(8, 2, num_heads=4, phase=True, **{"learnable": True, **options})
+    with torch.no_grad():
+        module.phase.uniform_()
+    x, doubled = torch.randn(1, 4, 13, 8), {name: 2 * t.detach() for name, t in module.named_parameters()}
+    found = torch.func.functional_call(module, doubled, (x,), {"positions": GRID})
+    for name in doubled:
+        nn.utils.parametrize.register_parametrization(module, name, Twice())
+    assert torch.equal(module.bfloat16()(x, positions=GRID), found)
+    module = cls(8, 2, num_heads=4, phase=True, **{"learnable": True, **options})
+    module.load_state_dict(doubled)
+    assert torch.equal(module(x, positions=GRID), found)
+
+
 def test_gradients_survive_a_cast(cls):
     module = cls(8, 2, learnable=True)
     module.log_theta.grad = torch.rand_like(module.log_theta)
