@@ -437,7 +437,7 @@ class FrequencyModule(PreciseModule):
         return self._learned_values("omega") if "omega" in self.shapes else self._lay()
 
     def _learned_values(self, name: str) -> Tensor:
-        """Return a learned parameter in its full shape, even if it is parametrised, or a tensor in a functional call."""
+        """Return a learned parameter in its full shape. It may be parametrised, or a tensor in a functional call."""
         values = self._parameters.get(name)
         return (getattr(self, name) if values is None else values).reshape(self.shapes[name])
 
