@@ -115,14 +115,14 @@ class PreciseModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         tensors = {**vars(self).get("_parameters", {}), **vars(self).get("_buffers", {})}
-        replaced = tensors.get(name)
+        old = tensors.get(name)
         super().__setattr__(name, value)
-        # transformers replaces meta tensors by loaded or uninitialised ones, and sets this flag on the loaded tensors.
-        # It also sets the flag on each module after calling _init_weights, which doesn't know our modules.
-        if replaced is not None and replaced.is_meta:
-            vars(self).setdefault("_materialised", set()).add(name)
+        # transformers replaces meta tensors by loaded or uninitialised ones, and sets _is_hf_initialized on the loaded
+        # tensors. It also sets this flag on each module, after calling _init_weights, which doesn't know our modules.
+        if old is not None and old.is_meta:
+            vars(self).setdefault("_meta_names", set()).add(name)
         elif name == "_is_hf_initialized":
-            for each in vars(self).pop("_materialised", ()):
+            for each in vars(self).pop("_meta_names", ()):
                 tensor = tensors.get(each)
                 if tensor is not None and not tensor.is_meta and not hasattr(tensor, name):
                     self._reset(each, tensor)
@@ -172,7 +172,7 @@ class PreciseModule(nn.Module):
         for name, buffer in list(self.named_buffers(recurse=False)):
             if buffer.is_meta and torch.get_default_device().type != "meta":
                 setattr(self, name, self._initial(name))
-        vars(self).pop("_materialised", None)
+        vars(self).pop("_meta_names", None)
         self._mark()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -398,13 +398,9 @@ class FrequencyModule(PreciseModule):
             )
             return
         for name, shape in metadata.get("shapes", {}).items():
-            own = self.shapes.get(name)
-            is_size_same = own is not None and own.numel() == math.prod(shape)
-            if (
-                prefix + name in state_dict
-                and is_size_same
-                and without_leading_ones(own) != without_leading_ones(shape)
-            ):
+            own = self.shapes.get(name, torch.Size(shape))
+            is_other = without_leading_ones(own) != without_leading_ones(shape)
+            if is_other and own.numel() == math.prod(shape) and prefix + name in state_dict:
                 args[-1].append(
                     f"{prefix}{name}: expected values of shape {tuple(own)} before flattening, got {tuple(shape)}; "
                     "build the module with the head_dim, num_axes, num_heads and phase_groups of the one that was saved"
