@@ -103,11 +103,18 @@ def cos_sin(
     return theta.cos() * gain, theta.sin() * gain
 
 
+# 2π as a sum of three float32 numbers, because ONNX exporters round constants to float32, even beside float64 tensors.
+_TURN = (6.2831854820251465, -1.7484555314695172e-07, -6.8604980400235275e-15)
+
+
 def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast float64 angles to ``dtype``, after removing whole turns so that the cast loses little precision."""
     if theta.dtype == dtype:
         return theta
-    return (theta - 2 * torch.pi * (theta.detach() / (2 * torch.pi)).round()).to(dtype)
+    turns = (theta.detach() * (0.5 / torch.pi)).round()  # torch.jit.trace would take a 2π here for _TURN[0]
+    for part in _TURN:
+        theta = theta - turns * part
+    return theta.to(dtype)
 
 
 class ActivationFunction(NamedTuple):

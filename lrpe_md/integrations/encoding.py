@@ -332,8 +332,9 @@ class EncodingStack:
 
     @property
     def preset(self) -> Preset | None:
-        first = next(iter(self.distinct), None)
-        return first.preset if isinstance(first, PresetMd) else None
+        # Read attributes, which wrappers such as those of PEFT, FSDP1 and torch.compile pass on.
+        preset = getattr(next(iter(self.distinct), None), "preset", None)
+        return preset if isinstance(preset, Preset) else None
 
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
         """Check a preset's number of axes, and that it places images (2 axes) or videos (3 axes) in row-major order."""
@@ -423,8 +424,8 @@ class EncodingStack:
 
     def locate(self, positions: Any) -> Any:
         """Apply :meth:`FrequencyModule.set_places` to a grid. Call this once per forward pass, not in every layer."""
-        first = next(iter(self.distinct), None)
-        if not isinstance(first, FrequencyModule) or not first.moved:
+        first: Any = next(iter(self.distinct), None)
+        if not getattr(first, "moved", ()):
             return positions
         if not isinstance(positions, Grid):
             raise ValueError(

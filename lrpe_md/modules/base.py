@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import dropwhile
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -68,6 +69,16 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
         copy_each(list(targets), list(values), non_blocking=True)
 
 
+def multiply_in_own_dtype(learned: Tensor, buffer: Tensor) -> Tensor:
+    """Multiply without promotion, so that the kernel's check finds parameters that a library cast to 16 bits."""
+    return learned * buffer.to(learned.dtype)
+
+
+def without_leading_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape without leading axes of size 1."""
+    return tuple(dropwhile(lambda n: n == 1, shape))
+
+
 def check_broadcast(name: str, value: Any, shape: Sequence[int]) -> None:
     """Check that a tensor broadcasts to a shape. Accept values other than tensors."""
     try:
@@ -98,8 +109,24 @@ class PreciseModule(nn.Module):
     """Module whose parameters and buffers keep their dtype through casts, without weight decay.
 
     When a module made on the meta device is materialised, or any module is emptied with ``to_empty``, its parameters
-    and buffers get their initial values.
+    and buffers get their initial values. The same applies to tensors that ``from_pretrained`` of transformers doesn't
+    find in a checkpoint.
     """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        tensors = {**vars(self).get("_parameters", {}), **vars(self).get("_buffers", {})}
+        old = tensors.get(name)
+        super().__setattr__(name, value)
+        # transformers replaces meta tensors by loaded or uninitialised ones, and sets _is_hf_initialized on the loaded
+        # tensors. It also sets this flag on each module, after calling _init_weights, which doesn't know our modules.
+        if old is not None and old.is_meta:
+            vars(self).setdefault("_meta_names", set()).add(name)
+        elif name == "_is_hf_initialized":
+            for each in vars(self).pop("_meta_names", ()):
+                tensor = tensors.get(each)
+                if tensor is not None and not tensor.is_meta and not hasattr(tensor, name):
+                    self._reset(each, tensor)
+            self._mark()
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
         """Return the initial value of a parameter or buffer, as a new tensor on ``device`` or the default device."""
@@ -131,6 +158,22 @@ class PreciseModule(nn.Module):
 
     def _owned(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a parameter or buffer."""
+        return torch.float32
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.dtype != self._dtype(name):  # assign=True adopts the state_dict's dtype
+                setattr(self, name, nn.Parameter(parameter.detach().to(self._dtype(name)), parameter.requires_grad))
+        # load_state_dict(assign=True) leaves non-persistent buffers of a meta model on meta.
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            if buffer.is_meta and torch.get_default_device().type != "meta":
+                setattr(self, name, self._initial(name))
+        vars(self).pop("_meta_names", None)
+        self._mark()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         def exact(t: Tensor) -> Tensor:
@@ -343,59 +386,63 @@ class FrequencyModule(PreciseModule):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})["map"] = self.map
+        own = {"map": self.map, "shapes": {name: tuple(shape) for name, shape in self.shapes.items()}}
+        getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {}).update(own)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *args: Any, **kwargs: Any) -> None:
-        saved = metadata.get("map", self.map)  # safetensors and version 0.2 save no map
+        saved = metadata.get("map", self.map)  # safetensors and earlier versions save no metadata
         if saved != self.map and any(prefix + name in state_dict for name in ("phase", "omega", "theta", "log_theta")):
             args[-1].append(
                 f"{prefix}map: expected the frequencies or phase of a module with map {self.map!r}, got those of one "
                 f"with map {saved!r}; build the same kind of module as the one that was saved"
             )
             return
+        for name, shape in metadata.get("shapes", {}).items():
+            own = self.shapes.get(name, torch.Size(shape))
+            is_other = without_leading_ones(own) != without_leading_ones(shape)
+            if is_other and own.numel() == math.prod(shape) and prefix + name in state_dict:
+                args[-1].append(
+                    f"{prefix}{name}: expected values of shape {tuple(own)} before flattening, got {tuple(shape)}; "
+                    "build the module with the head_dim, num_axes, num_heads and phase_groups of the one that was saved"
+                )
+                return
         self.upgrade_state_dict(state_dict, prefix)
         if f"{prefix}log_theta" in state_dict and "log_theta" in self._parameters:
             sign, device = state_dict.get(f"{prefix}sign"), self.get_parameter("log_theta").device
             own = self._initial_sign(device) if sign is None else sign.to(device, self.dtype)
             self._set_sign(own, persistent=sign is not None)
         super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)
-        for name, parameter in self.named_parameters(recurse=False):
-            if parameter.dtype != self._dtype(name):  # assign=True adopts the state_dict's dtype
-                setattr(self, name, nn.Parameter(parameter.detach().to(self._dtype(name)), parameter.requires_grad))
-        # load_state_dict(assign=True) leaves non-persistent buffers of a meta model on meta.
-        for name, buffer in list(self.named_buffers(recurse=False)):
-            if buffer.is_meta and torch.get_default_device().type != "meta":
-                setattr(self, name, self._initial(name))
-        self._mark()
 
     def get_omega(self) -> Tensor:
         """Return omega (H or 1, C, K), which is differentiable with respect to the learned parameters."""
         fixed = self._buffers.get("omega")  # nn.Module.__getattr__ would take a microsecond
         if fixed is not None:
             return fixed
-        ratio = self._buffers.get("ratio")
-        return self._learned() if ratio is None else self._learned() * ratio
+        omega, ratio = self._learned(), self._buffers.get("ratio")
+        return omega if ratio is None else multiply_in_own_dtype(omega, ratio)
 
     def get_phase(self) -> Tensor | None:
         """Return the learned phase, (H, C) or (P, H, C) for P groups, or None if there is none."""
         if self._parameters.get("phase", self) is None:  # nn.Module.__getattr__ would take a microsecond
             return None
-        assert self.phase is not None
-        return self.phase.reshape(self.shapes["phase"])
+        return self._learned_values("phase")
 
     def _learned(self) -> Tensor:
-        omega = self._parameters.get("omega")
-        if omega is not None:
-            return omega.reshape(self.shapes["omega"])
-        return self.omega if "omega" in self._buffers else self._lay()
+        if "omega" in self._buffers:
+            return self.omega
+        return self._learned_values("omega") if "omega" in self.shapes else self._lay()
+
+    def _learned_values(self, name: str) -> Tensor:
+        """Return a learned parameter in its full shape. It may be parametrised, or a tensor in a functional call."""
+        values = self._parameters.get(name)
+        return (getattr(self, name) if values is None else values).reshape(self.shapes[name])
 
     def _theta(self) -> Tensor:
         """Return the learned theta in its full shape."""
-        log, sign = self._parameters.get("log_theta"), self._buffers.get("sign")
-        if log is None:
-            return self.get_parameter("theta").reshape(self.shapes["theta"])
-        theta = log.exp().reshape(self.shapes["log_theta"])
-        return theta if sign is None else theta * sign
+        if "log_theta" not in self.shapes:
+            return self._learned_values("theta")
+        theta, sign = self._learned_values("log_theta").exp(), self._buffers.get("sign")
+        return theta if sign is None else multiply_in_own_dtype(theta, sign)
 
     def _lay(self) -> Tensor:
         """Compute omega from theta."""

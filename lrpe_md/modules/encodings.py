@@ -21,7 +21,16 @@ from ..positions.grid import Grid
 from ..positions.sequences import text_positions
 from ..presets.registry import preset as make_preset
 from ..presets.scheme import Axial, Preset, Scheme
-from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, check_broadcast, warn_of_shared_heads
+from .base import (
+    Frequencies,
+    FrequencyModule,
+    Learnable,
+    Phase,
+    SeriesModule,
+    check_broadcast,
+    multiply_in_own_dtype,
+    warn_of_shared_heads,
+)
 from .xpos import check_scale, scale_xpos
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
@@ -417,7 +426,7 @@ class PresetMd(FrequencyModule):
         return omega.sum(-1) if name == "theta" else omega
 
     def _lay(self) -> Tensor:
-        return self._theta()[..., None] * self.axes
+        return multiply_in_own_dtype(self._theta()[..., None], self.axes)
 
     def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, **options: Any) -> Any:
         if not torch.compiler.is_compiling():

@@ -316,5 +316,34 @@ def test_a_custom_module_says_itself_what_must_not_decay():
     assert {"encoding.scale"} == {name for name in dit(encoding=Custom()).no_weight_decay() if "encoding" in name}
 
 
+class Wrapper(nn.Module):
+    """Pass on calls and attributes, as the wrappers of PEFT, FSDP1 and torch.compile do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+@BACKBONES
+def test_wrapped_presets_keep_their_positions(build):
+    """A preset with its own rule, which a plain grid would not follow."""
+    model = build(encoding="cosmos" if build is video else "dinov3").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    expected = output(model)
+    model.encoding = Wrapper(model.encoding)
+    assert torch.equal(output(model), expected)
+
+
 def test_presets_are_modules():
     assert all(isinstance(layer, PresetMd) for layer in built("rope_vit_mixed").distinct)

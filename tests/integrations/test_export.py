@@ -9,7 +9,7 @@ import timm
 import torch
 from parametrizing import slow_except
 
-from lrpe_md import adapt, adapt_rotary, linear_attention
+from lrpe_md import Rotate1d, adapt, adapt_rotary, linear_attention
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 SMALL = {"depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
@@ -141,6 +141,38 @@ def test_onnx_by_the_older_exporter(name, fused, tmp_path):
         block.attn.fused_attn = fused
     torch.onnx.export(model, (x,), str(tmp_path / "model.onnx"), dynamo=False)
     torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+class FarTokens(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoding = Rotate1d(16)
+
+    def forward(self, x, places):
+        return self.encoding(x, positions=places[..., None])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_far_positions_in_a_trace():
+    """torch.jit.trace merges constants that are almost equal."""
+    x, places = torch.randn(1, 2, 5, 16), torch.randint(10**6, (2, 1, 5))
+    traced = torch.jit.trace(FarTokens(), (x, places[0]))
+    torch.testing.assert_close(traced(x, places[1]), FarTokens()(x, places[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_far_positions_in_onnx(dynamo, tmp_path):
+    """The default exporter rounds constants to float32."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    x, places = torch.randn(1, 2, 5, 16), torch.randint(10**6, (1, 5))
+    torch.onnx.export(FarTokens(), (x, places), str(tmp_path / "model.onnx"), dynamo=dynamo, verbose=False)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    (found,) = session.run(None, dict(zip(names, (x.numpy(), places.numpy()), strict=True)))
+    torch.testing.assert_close(torch.from_numpy(found), FarTokens()(x, places))
 
 
 @pytest.mark.parametrize("decay", [None, torch.tensor([0.5, 0.9])])

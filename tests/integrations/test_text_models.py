@@ -8,8 +8,9 @@ import inspect
 import pytest
 import torch
 from test_rotary_models import BOUND, TEXT, calls, library, randomize, same  # noqa: F401
+from torch import nn
 
-from lrpe_md import adapt_rotary
+from lrpe_md import CosineMd, HeadDecay, PresetMd, RotateMd, adapt_rotary
 from lrpe_md.integrations import restore_rotary
 
 LENGTH = 9
@@ -216,3 +217,53 @@ def test_on_a_gpu(name):
     model = causal_lm(name).cuda()
     adapted = adapt_rotary(copy.deepcopy(model), impl="triton")
     same(model, adapted, logits, embeddings().cuda())
+
+
+def custom_model(build):
+    """Return the class of a user's model that contains the module from ``build``."""
+    transformers = library("transformers")
+
+    class Custom(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.linear, self.encoding = nn.Linear(2, 2), build()
+            self.post_init()
+
+    return Custom
+
+
+def own_tensors(module):
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+OWN = {
+    "rotate": lambda: RotateMd(16, 2, amplitude=1.5),
+    "learned": lambda: CosineMd(16, 2, learnable=True, phase=True),
+    "preset": lambda: PresetMd("dinov3", head_dim=16),
+    "learned preset": lambda: PresetMd("dinov3", head_dim=16, learnable=True),
+    "decay": lambda: HeadDecay(4),
+    "learned decay": lambda: HeadDecay(4, learnable=True),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "missing from the checkpoint"])
+def test_modules_in_a_model_from_pretrained(name, is_saved, tmp_path):
+    """transformers builds a model on the meta device, and replaces tensors outside the checkpoint by empty ones."""
+    cls = custom_model(OWN[name])
+    model = cls(cls.config_class())
+    with torch.no_grad():
+        for parameter in model.encoding.parameters():
+            parameter.add_(0.1)
+    expected = own_tensors(model.encoding if is_saved else OWN[name]())
+    saved = {name: t for name, t in model.state_dict().items() if is_saved or name.startswith("linear")}
+    model.save_pretrained(tmp_path, state_dict=saved)
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = cls.from_pretrained(tmp_path, dtype=dtype)
+        assert loaded.linear.weight.dtype == dtype
+        found = own_tensors(loaded.encoding)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(t, expected[name]) for name, t in found.items())
+        assert all(parameter._no_weight_decay for parameter in loaded.encoding.parameters())

@@ -115,6 +115,17 @@ def test_meta_device_then_assigned_state_dict(cls, kwargs):
         assert torch.equal(t, tensors(real)[name]), name
 
 
+@pytest.mark.parametrize("learnable", [False, True])
+def test_decay_of_a_meta_model_then_assigned_state_dict(learnable):
+    real = HeadDecay(4, learnable=learnable)
+    with torch.device("meta"):
+        module = HeadDecay(4, learnable=learnable)
+    module.load_state_dict({name: t.bfloat16() for name, t in real.state_dict().items()}, assign=True)
+    assert all(t.dtype == torch.float32 for t in tensors(module).values())
+    assert all(parameter._no_weight_decay for parameter in module.parameters())
+    torch.testing.assert_close(module(), real(), rtol=1e-2, atol=0)
+
+
 def test_reset_parameters(cls, kwargs):
     module, real = cls(8, 2, **kwargs), cls(8, 2, **kwargs)
     with torch.no_grad():
@@ -302,6 +313,26 @@ def test_state_dicts_of_the_other_map_are_refused(options):
     nn.Sequential(CosineMd(8, 2)).load_state_dict(nn.Sequential(RotateMd(16, 2)).state_dict())  # nothing is saved
 
 
+@pytest.mark.parametrize("options", [{}, {"frequencies": "mixed"}, {"learnable": "raw"}, {"learnable": False}])
+def test_state_dicts_of_other_sizes_are_refused(cls, options):
+    """Flattened parameters of other sizes may have the same length, as if heads of 16 channels were split in two."""
+    few = nn.Sequential(cls(16, 2, num_heads=2, phase=True, **{"learnable": True, **options}))
+    many = nn.Sequential(cls(8, 2, num_heads=4, phase=True, **{"learnable": True, **options}))
+    saved = io.BytesIO()
+    torch.save(few.state_dict(), saved)
+    saved.seek(0)
+    with pytest.raises(RuntimeError, match=r"0\.\w+: expected values of shape \(4, .* before flattening, got \(2, "):
+        many.load_state_dict(torch.load(saved, weights_only=True))
+    many.load_state_dict(copy.deepcopy(many).state_dict())
+
+
+def test_frequencies_with_and_without_an_axis_of_heads():
+    given = Rotate1d(8, theta=torch.rand(4), learnable=True)
+    module = Rotate1d(8, learnable=True)
+    module.load_state_dict(given.state_dict())
+    torch.testing.assert_close(module.get_omega(), given.get_omega())
+
+
 @pytest.mark.parametrize("build", [partial(RotateMd, 8), partial(CosineMd, 8), partial(HeadDecay, 2)])
 def test_device_number_zero(build):
     """The number of the first GPU is not the default device."""
@@ -471,6 +502,39 @@ def test_bfloat16_state_dict_assigned(cls):
     other.load_state_dict(state, assign=True)
     assert all(p.dtype == torch.float32 for p in other.parameters())
     other(torch.randn(1, 2, 13, 8), positions=GRID)
+
+
+@pytest.mark.parametrize("kind", ["adjusted", "with signs", "a preset"])
+def test_parameters_that_a_library_casts_are_refused(kind):
+    """accelerate and FSDP2 cast parameters without the module. Products with buffers must not hide the dtype."""
+    module = PresetMd("eva02", head_dim=16, learnable=True) if kind == "a preset" else RotateMd(16, 2, learnable=True)
+    if kind == "adjusted":
+        module.adjust()
+    if kind == "with signs":
+        module.load_state_dict({"theta": -torch.ones(4)})
+    module._parameters["log_theta"] = nn.Parameter(module.log_theta.detach().bfloat16())
+    with pytest.raises(TypeError, match=r"omega: expected float32 or float64 .*, got torch\.bfloat16"):
+        module(torch.randn(1, 2, 6, 16), positions=Grid((2, 3)).cells())
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("options", [{}, {"learnable": "raw"}, {"frequencies": "mixed", "base": 10.0}])
+def test_functional_calls_and_parametrizations(cls, options):
+    module = cls(8, 2, num_heads=4, phase=True, **{"learnable": True, **options})
+    with torch.no_grad():
+        module.phase.uniform_()
+    x, doubled = torch.randn(1, 4, 13, 8), {name: 2 * t.detach() for name, t in module.named_parameters()}
+    found = torch.func.functional_call(module, doubled, (x,), {"positions": GRID})
+    for name in doubled:
+        nn.utils.parametrize.register_parametrization(module, name, Twice())
+    assert torch.equal(module.bfloat16()(x, positions=GRID), found)
+    module = cls(8, 2, num_heads=4, phase=True, **{"learnable": True, **options})
+    module.load_state_dict(doubled)
+    assert torch.equal(module(x, positions=GRID), found)
 
 
 def test_gradients_survive_a_cast(cls):
