@@ -23,7 +23,7 @@ from . import copies
 from .drop_ins import drop_in
 from .fused import fuse
 from .linear_cores import find_core, replace_core
-from .table_modules import Changes, attach, detach
+from .table_modules import TableFrequencies, attach, detach
 
 __all__ = ["adapt_rotary", "exchanged_names", "models_of", "parts", "restore_rotary"]
 
@@ -165,7 +165,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     """
     found, copier = parts(model), copies.Copier(DropIns(impl))
     check_one_of("impl", impl, IMPLS)
-    undone = _restore(found)
+    detached = _restore(found)
     try:
         changes = _plan(found, DropIns(impl), copier)
         refused = _find_refused(copier.seen, impl)
@@ -186,8 +186,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
             if verbose:
                 print(f"adapted: {path or 'model'} ({cls.__name__}): {', '.join(exchanged_names(part))}")
     finally:
-        for path, values in undone.items():
-            attach(path, found[path], values)
+        for path, rotation in detached.items():
+            attach(path, found[path], rotation)
     if verbose:
         for name, reason in refused.items():
             print(f"unchanged: {name}, which {reason}")
@@ -233,8 +233,8 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
     return changes
 
 
-def _restore(found: dict[str, Any]) -> dict[str, Changes]:
-    """Restore the original classes and attributes. Return the changes to frequencies and places that this undoes."""
+def _restore(found: dict[str, Any]) -> dict[str, TableFrequencies]:
+    """Restore the original classes and attributes. Return the frequencies of the tables that this detaches."""
     adapted = {path: part for path, part in found.items() if copies.is_adapted(type(part))}
     for path, part in adapted.items():
         if copies.original_class(type(part)) is None:
@@ -242,7 +242,7 @@ def _restore(found: dict[str, Any]) -> dict[str, Changes]:
                 f"{path or 'model'}: expected a class created by adapt_rotary, got its subclass {type(part).__name__}; "
                 "adapt or restore the model before fully_shard"
             )
-    changes = {path: values for path, part in adapted.items() if (values := detach(part)) is not None}
+    detached = {path: rotation for path, part in adapted.items() if (rotation := detach(part)) is not None}
     for part in found.values():
         originals = dict(vars(part).pop(_SAVED, {}).values())
         for name, value in vars(part).items():  # accelerate moves methods, and users set new functions
@@ -253,7 +253,7 @@ def _restore(found: dict[str, Any]) -> dict[str, Changes]:
         for name, value in vars(part).items():  # accelerate stores methods of the adapted class
             if isinstance(value, MethodType) and value.__func__ in ours:
                 vars(part)[name] = MethodType(getattr(type(part), ours[value.__func__]), part)
-    return changes
+    return detached
 
 
 def restore_rotary(model: Model) -> Model:

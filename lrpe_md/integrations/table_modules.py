@@ -22,54 +22,9 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .copies import derive_class, find_method, recipe_of
 
-__all__ = ["Changes", "TableFrequencies", "attach", "detach", "makes_tables", "stand_in"]
+__all__ = ["TableFrequencies", "attach", "detach", "makes_tables", "stand_in"]
 
 _BOUND = 1e-4  # tolerance of table entries: some modules compute angles in float32
-
-
-class TableFrequencies(RotateMd):
-    """Frequencies (C, K) of a module that computes tables. The frequencies stay in float64 if the model is cast.
-
-    ``has_coordinates`` indicates whether the module receives coordinates, such as FLUX's img_ids, instead of a grid.
-    """
-
-    def __init__(
-        self, omega: Tensor, device: torch.device | str | None = None, *, has_coordinates: bool = False
-    ) -> None:
-        initial = functools.partial(_return_omega, omega)
-        super().__init__(2 * len(omega), omega.shape[1], frequencies=initial, device=device, dtype=torch.float64)
-        self.has_coordinates = has_coordinates
-
-    def get_omega(self) -> Tensor:
-        omega = super().get_omega()
-        if omega.dtype != self.dtype:  # FSDP1 and DDP cast buffers through their data
-            if "trained_omega" in self._buffers:
-                raise ValueError(
-                    f"omega: expected {self.dtype}, got {omega.dtype}: the model's buffers were cast after its "
-                    "frequencies were changed; set the frequencies again"
-                )
-            self.omega = omega = self._initial("omega", omega.device)
-        return omega
-
-    def set_places(self, axis: int, places: Tensor | None) -> None:
-        if self.has_coordinates and places is not None:
-            raise ValueError(
-                "places: expected None for a model that receives coordinates, such as FLUX's img_ids, got "
-                f"{type(places).__name__}; change the coordinates that you pass to the model"
-            )
-        super().set_places(axis, places)
-
-    def difference(self, where: Grid | Coordinates, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the change in the angles (N, C), and the amplitudes (1, C)."""
-        omega = self.get_omega()
-        is_scaled = "trained_omega" in self._buffers
-        trained = self.trained_omega if is_scaled else omega
-        gain = self.amplitude if is_scaled else torch.ones_like(omega[..., 0])
-        return _angles(self.locate(where), omega[0], device) - _angles(where, trained[0], device), gain
-
-
-def _return_omega(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor:
-    return omega[None]
 
 
 def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
@@ -87,6 +42,9 @@ class Formula(NamedTuple):
     order: str = "interleaved"  # or "half"
     method: str = "forward"  # returns the tables
 
+    def return_omega(self, channels: int, heads: int, seed: int) -> Tensor:
+        return self.omega[None]
+
     def agrees(self, rope: Any, args: Sequence[Any]) -> bool:
         try:
             made = _split(getattr(type(rope), self.method)(rope, *args))  # without the hooks of accelerate
@@ -102,22 +60,53 @@ class Formula(NamedTuple):
         t = t.repeat_interleave(2, -1) if self.order == "interleaved" else torch.cat([t, t], -1)
         return t.reshape(*like.shape[:-1], t.shape[-1])
 
-    def apply_changes(self, rope: Any, made: Any, *args: Any) -> Any:
-        cos, sin = _split(made)
-        change, gain = rope.rotation.difference(self.locate(rope, self.settings, *args), cos.device)
+
+class TableFrequencies(RotateMd):
+    """Frequencies of a module that computes tables. The frequencies stay in float64 if the model is cast."""
+
+    def __init__(self, formula: Formula, device: torch.device | str | None = None) -> None:
+        self.formula = formula
+        channels, num_axes = formula.omega.shape
+        super().__init__(2 * channels, num_axes, frequencies=formula.return_omega, device=device, dtype=torch.float64)
+
+    def get_omega(self) -> Tensor:
+        omega = super().get_omega()
+        if omega.dtype != self.dtype:  # FSDP1 and DDP cast buffers through their data
+            if "trained_omega" in self._buffers:
+                raise ValueError(
+                    f"omega: expected {self.dtype}, got {omega.dtype}: the model's buffers were cast after its "
+                    "frequencies were changed; set the frequencies again"
+                )
+            self.omega = omega = self._initial("omega", omega.device)
+        return omega
+
+    def set_places(self, axis: int, places: Tensor | None) -> None:
+        if self.formula.locate is _locate_ids and places is not None:
+            raise ValueError(
+                "places: expected None for a model that receives coordinates, such as FLUX's img_ids, got "
+                f"{type(places).__name__}; change the coordinates that you pass to the model"
+            )
+        super().set_places(axis, places)
+
+    def change_tables(self, rope: Any, made: Any, *args: Any) -> Any:
+        """Return the tables that ``rope`` made, rotated by the change in the angles and scaled by the amplitudes."""
+        (cos, sin), omega, is_scaled = _split(made), self.get_omega(), "trained_omega" in self._buffers
+        where = self.formula.locate(rope, self.formula.settings, *args)
+        trained = _angles(where, self.trained_omega[0] if is_scaled else omega[0], cos.device)
+        change = _angles(self.locate(where), omega[0], cos.device) - trained
         if _draws_positions(rope) and not torch.compiler.is_compiling() and change.any():
             raise ValueError(
                 f"model: expected frequencies and places as trained while {type(rope).__name__} draws random positions "
                 "in training, got changed ones; call set_scaling(model, None) and set_places(model, axis, None), or "
                 "call model.eval()"
             )
+        gain = self.amplitude if is_scaled else torch.ones_like(omega[..., 0])
         wide = torch.promote_types(cos.dtype, torch.float32)
-        by_cos, by_sin = (self.expand((t * gain).to(wide), cos) for t in (change.cos(), change.sin()))
+        by_cos, by_sin = (self.formula.expand((t * gain).to(wide), cos) for t in (change.cos(), change.sin()))
         cos, sin = (cos * by_cos - sin * by_sin).to(cos.dtype), (sin * by_cos + cos * by_sin).to(sin.dtype)
         return torch.cat([sin, cos], -1) if isinstance(made, Tensor) else (cos, sin)
 
 
-Changes: TypeAlias = tuple[TableFrequencies, Formula]  # what a module's tables follow
 _Found: TypeAlias = tuple[Formula, tuple[Any, ...]] | None
 
 
@@ -252,14 +241,14 @@ class StandIn(NamedTuple):
         methods = {self.method: _with_changes(getattr(cls, self.method))}
         if hasattr(cls, "get_batch_embeds"):
             methods["get_batch_embeds"] = _by_grid(cls.get_batch_embeds)
-        return derive_class(cls, tuple((n, (m, None)) for n, m in methods.items()), self, ("rotation", "formula"))
+        return derive_class(cls, tuple((n, (m, None)) for n, m in methods.items()), self, ("rotation",))
 
 
 @functools.cache
 def _with_changes(method: Any) -> Any:
     @functools.wraps(method)
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.formula.apply_changes(self, method(self, *args, **kwargs), *args, *kwargs.values())
+        return self.rotation.change_tables(self, method(self, *args, **kwargs), *args, *kwargs.values())
 
     return changed
 
@@ -294,30 +283,28 @@ def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, Tabl
     made: dict[str, TableFrequencies] = {}
     for path, formula in formulas.items():
         tensors = [*modules[path].parameters(), *modules[path].buffers()]
-        own, has_coordinates = tensors[0].device if tensors else device, formula.locate is _locate_ids
-        made[path] = TableFrequencies(formula.omega, own, has_coordinates=has_coordinates)
-        attach(path, modules[path], (made[path], formula))
+        made[path] = TableFrequencies(formula, tensors[0].device if tensors else device)
+        attach(path, modules[path], made[path])
     return made
 
 
-def attach(path: str, module: Any, changes: Changes) -> None:
+def attach(path: str, module: Any, rotation: TableFrequencies) -> None:
     """Make the tables of a module follow these frequencies, even if accelerate has hooked or unhooked the module."""
-    rotation, formula = changes
-    for name, method in _find_bound(path, module, formula.method).items():
+    for name, method in _find_bound(path, module, rotation.formula.method).items():
         vars(module)[name] = MethodType(_with_changes(method.__func__), module)
-    module.rotation, module.formula = rotation, formula
-    module.__class__ = StandIn(formula.method).derive(type(module))
+    module.rotation = rotation
+    module.__class__ = StandIn(rotation.formula.method).derive(type(module))
 
 
-def detach(part: Any) -> Changes | None:
-    """Undo :func:`attach`, and return what it added to the object, or None. The caller restores the object's class."""
+def detach(part: Any) -> TableFrequencies | None:
+    """Undo :func:`attach`, and return the object's frequencies, or None. The caller restores the object's class."""
     if not isinstance(recipe_of(type(part)), StandIn):
         return None
     for name, value in vars(part).items():
         original = getattr(value, "__wrapped__", None) if isinstance(value, MethodType) else None
         if original is not None and value.__func__ is _with_changes(original):
             vars(part)[name] = MethodType(original, part)
-    return part.rotation, part.formula
+    return part.rotation
 
 
 def _find_bound(path: str, module: Any, method: str) -> dict[str, Any]:
