@@ -236,10 +236,10 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
 def _restore(found: dict[str, Any]) -> dict[str, TableFrequencies]:
     """Restore the original classes and attributes. Return the frequencies of the tables that this detaches."""
     adapted = {path: part for path, part in found.items() if copies.is_adapted(type(part))}
-    for path, part in adapted.items():
-        if copies.original_class(type(part)) is None:
+    for kind, path in {type(part): path for path, part in adapted.items()}.items():
+        if any(copies.is_adapted(cls) and copies.recipe_of(cls) is None for cls in kind.__mro__):
             raise ValueError(
-                f"{path or 'model'}: expected a class created by adapt_rotary, got its subclass {type(part).__name__}; "
+                f"{path or 'model'}: expected a class created by adapt_rotary, got its subclass {kind.__name__}; "
                 "adapt or restore the model before fully_shard"
             )
     detached = {path: rotation for path, part in adapted.items() if (rotation := detach(part)) is not None}

@@ -241,7 +241,7 @@ class StandIn(NamedTuple):
         methods = {self.method: _with_changes(getattr(cls, self.method))}
         if hasattr(cls, "get_batch_embeds"):
             methods["get_batch_embeds"] = _by_grid(cls.get_batch_embeds)
-        return derive_class(cls, tuple((n, (m, None)) for n, m in methods.items()), self, ("rotation",))
+        return derive_class(cls, tuple((n, (m, None)) for n, m in methods.items()), self)
 
 
 @functools.cache
@@ -297,14 +297,16 @@ def attach(path: str, module: Any, rotation: TableFrequencies) -> None:
 
 
 def detach(part: Any) -> TableFrequencies | None:
-    """Undo :func:`attach`, and return the object's frequencies, or None. The caller restores the object's class."""
+    """Undo :func:`attach`, and return the frequencies that it added to the object, or None. The caller restores the object's class."""
     if not isinstance(recipe_of(type(part)), StandIn):
         return None
     for name, value in vars(part).items():
         original = getattr(value, "__wrapped__", None) if isinstance(value, MethodType) else None
         if original is not None and value.__func__ is _with_changes(original):
             vars(part)[name] = MethodType(original, part)
-    return part.rotation
+    rotation = part.rotation
+    del part.rotation
+    return rotation
 
 
 def _find_bound(path: str, module: Any, method: str) -> dict[str, Any]:
