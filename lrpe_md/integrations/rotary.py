@@ -23,7 +23,6 @@ from . import copies
 from .drop_ins import drop_in
 from .fused import fuse
 from .linear_cores import find_core, replace_core
-from .table_modules import TableFrequencies, attach, detach
 
 __all__ = ["adapt_rotary", "exchanged_names", "models_of", "parts", "restore_rotary"]
 
@@ -186,8 +185,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
             if verbose:
                 print(f"adapted: {path or 'model'} ({cls.__name__}): {', '.join(exchanged_names(part))}")
     finally:
-        for path, rotation in detached.items():
-            attach(path, found[path], rotation)
+        for path, (recipe, rotation) in detached.items():
+            recipe.attach(path, found[path], rotation)
     if verbose:
         for name, reason in refused.items():
             print(f"unchanged: {name}, which {reason}")
@@ -233,8 +232,8 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
     return changes
 
 
-def _restore(found: dict[str, Any]) -> dict[str, TableFrequencies]:
-    """Restore the original classes and attributes. Return the frequencies of the tables that this detaches."""
+def _restore(found: dict[str, Any]) -> dict[str, tuple[Any, nn.Module]]:
+    """Restore the original classes and attributes. Return how to attach the frequencies of tables again."""
     adapted = {path: part for path, part in found.items() if copies.is_adapted(type(part))}
     for kind, path in {type(part): path for path, part in adapted.items()}.items():
         if any(copies.is_adapted(cls) and copies.recipe_of(cls) is None for cls in kind.__mro__):
@@ -242,7 +241,9 @@ def _restore(found: dict[str, Any]) -> dict[str, TableFrequencies]:
                 f"{path or 'model'}: expected a class created by adapt_rotary, got its subclass {kind.__name__}; "
                 "adapt or restore the model before fully_shard"
             )
-    detached = {path: rotation for path, part in adapted.items() if (rotation := detach(part)) is not None}
+    recipes = {path: copies.recipe_of(type(part)) for path, part in adapted.items()}
+    stand_ins = {path: recipe for path, recipe in recipes.items() if not isinstance(recipe, copies.Recipe)}
+    detached = {path: (recipe, recipe.detach(adapted[path])) for path, recipe in stand_ins.items()}
     for part in found.values():
         originals = dict(vars(part).pop(_SAVED, {}).values())
         for name, value in vars(part).items():  # accelerate moves methods, and users set new functions
