@@ -166,7 +166,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     check_one_of("impl", impl, IMPLS)
     detached = _restore(found)
     try:
-        changes = _plan(found, DropIns(impl), copier)
+        changes = _plan(found, copier)
         refused = _find_refused(copier.seen, impl)
         if not changes:
             reasons = "; ".join(f"rejected {name}, which {reason}" for name, reason in refused.items())
@@ -202,11 +202,11 @@ def find_rotary(model: nn.Module) -> list[str]:
     if switches and all(value is None or value is False for value in switches):
         return []
     found = parts(model)
-    changes = _plan(found, DropIns("auto"), copies.Copier(DropIns("auto")))
+    changes = _plan(found, copies.Copier(DropIns("auto")))
     return [path for path, part in found.items() if path in changes or exchanged_names(part)]
 
 
-def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
+def _plan(found: dict[str, Any], copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
     """Return, by path, the new class of each object to change, and the instance attributes to replace."""
     kinds = dict.fromkeys(type(part) for part in found.values() if not type(part).__module__.startswith("torch."))
     methods = [method for cls in kinds for method in copies.find_methods(cls, _ENTRIES).values()]
@@ -216,7 +216,7 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
     classes: dict[type, Any] = {}
     for cls in kinds:
         own = tuple(name for name in entries if isinstance(copies.find_method(cls, name), FunctionType))
-        classes[cls] = copies.adapt_class(cls, copies.Recipe(drop_ins, own), copier)
+        classes[cls] = copies.adapt_class(cls, copies.Recipe(copier.exchange, own), copier)
     changes: dict[str, tuple[type, dict[str, Any]]] = {}
     for path, part in found.items():
         cls = type(part)
@@ -226,7 +226,7 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
                 ours = copier.copy(value.__func__) if isinstance(value.__func__, FunctionType) else None
                 attributes |= {} if ours is None else {name: MethodType(ours, part)}
             elif isinstance(value, (FunctionType, functools.partial)) and copier.replace(value) is not None:
-                attributes[name] = Exchanged(value, drop_ins)
+                attributes[name] = Exchanged(value, copier.exchange)
         if attributes or classes.get(cls, cls) is not cls:
             changes[path] = (classes[cls], attributes)
     return changes

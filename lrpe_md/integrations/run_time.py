@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..frequencies.series import apply_scaling
+from ..frequencies.series import apply_scaling, geometric_theta
 from ..modules.base import FrequencyModule, copy_together
 from ..modules.encodings import RotateMd
 from ..positions.coordinates import Coordinates
@@ -273,7 +273,7 @@ def _axial(*series: Tensor) -> Tensor:
 
 
 def _powers(dims: Sequence[int], base: float) -> Tensor:
-    return _axial(*[float(base) ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim) for dim in dims])
+    return _axial(*[geometric_theta(dim // 2, base) for dim in dims])
 
 
 def _locate_ids(rope: Any, settings: tuple[int, bool], *args: Any) -> Coordinates:
