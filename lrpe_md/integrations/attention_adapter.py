@@ -101,19 +101,21 @@ class _Adaptation:
         self.is_fixed = isinstance(positions, (Grid, Coordinates, Tensor))
         self.attentions: list[_Attention] = []
         self.local = _Local()
-        self.num_calls, self.is_prepared = 0, False
+        self.num_calls = 0
         self.copies: dict[Any, Any] = {}  # maps a class's forward and a layer to a copy, or to None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "is_prepared": False, "copies": {}}  # the copies refer to this object
+        return {**vars(self), "copies": {}}  # the copies refer to this object
 
     @torch.compiler.assume_constant_result
-    def prepare(self) -> bool:
-        """Prepare all attention modules for a compiler at once, so that blocks share compiled code."""
-        if not self.is_prepared:
-            self.is_prepared = True
-            for attention in self.attentions:
-                attention.refresh()
+    def update_copies(self) -> bool:
+        """Update the copies of all forward methods at once, so that compiled blocks share code.
+
+        The original methods may have been patched.
+        """
+        for each in self.attentions:
+            each.look_up()
+            each.copy = self.find_copy(each.module, each.of_class, each.layer) if each.original is None else None
         return True
 
     def locate(self, path: str) -> Where:
@@ -250,7 +252,6 @@ class _ModelForward(_Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, local = self.adaptation, self.adaptation.local
-        own.prepare()
         if own.is_fixed:
             output = self.run(*args, **kwargs)
         else:
@@ -329,7 +330,7 @@ class _Attention(_Forward):
         before = self.adaptation.count_calls()
         is_compiling = torch.compiler.is_compiling()
         if is_compiling:
-            self.refresh()
+            self.adaptation.update_copies()
         if is_compiling and self.copy is not None:
             output = self.copy(self.module, *args, **kwargs)
         else:
@@ -345,14 +346,6 @@ class _Attention(_Forward):
                 "    q, k = self.encoding(q, k, positions=positions)  # (B, H, N, D)"
             )
         return output
-
-    @torch.compiler.assume_constant_result
-    def refresh(self) -> bool:
-        """Update the copy of the forward method, because the original may have been patched."""
-        self.look_up()
-        is_own = self.original is None
-        self.copy = self.adaptation.find_copy(self.module, self.of_class, self.layer) if is_own else None
-        return True
 
 
 def _checkpoint_state() -> tuple[Any, bool]:
