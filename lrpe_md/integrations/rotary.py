@@ -88,7 +88,7 @@ def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
 class Exchanged:
     """Replacement for a function in an object's attribute. Copies and pickles store the original."""
 
-    def __init__(self, original: Any, exchange: DropIns) -> None:
+    def __init__(self, original: Any, exchange: copies.Exchange) -> None:
         self.original, self.exchange = original, exchange
         self.function = copies.Copier(exchange).replace(original) or original
 
@@ -233,7 +233,7 @@ def _plan(found: dict[str, Any], copier: copies.Copier) -> dict[str, tuple[type,
 
 
 def _restore(found: dict[str, Any]) -> dict[str, tuple[Any, nn.Module]]:
-    """Restore the original classes and attributes. Return how to attach the frequencies of tables again."""
+    """Restore the original classes and attributes. Return the recipes and frequencies of detached tables."""
     adapted = {path: part for path, part in found.items() if copies.is_adapted(type(part))}
     for kind, path in {type(part): path for path, part in adapted.items()}.items():
         if any(copies.is_adapted(cls) and copies.recipe_of(cls) is None for cls in kind.__mro__):
