@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 __all__ = [
-    "SDPA", "Copier", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods",
-    "is_adapted", "looks_rotary", "read_own", "recipe_of", "replaced_names", "restore_class",
+    "SDPA", "Copier", "Recipe", "derive_class", "find_method", "find_methods", "is_adapted",
+    "looks_rotary", "read_own", "recipe_of", "replaced_names", "restore_class",
 ]  # fmt: skip
 
 SDPA = F.scaled_dot_product_attention
@@ -323,23 +323,19 @@ class Recipe(NamedTuple):
     exchange: Any  # a picklable Exchange, with ``refine(method, copy) -> method, attributes``
     entries: tuple[str, ...]
 
-    def derive(self, cls: type) -> Any:
-        return adapt_class(cls, self)
-
-
-def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
-    """Return a class of the same name with replaced calls. Return ``cls`` if ``recipe.exchange`` replaces nothing."""
-    copier = copier or Copier(recipe.exchange)
-    methods: dict[str, Any] = {}
-    for name, function in find_methods(cls, recipe.entries).items():
-        method = find_method(cls, name)
-        ours = copier.replace(function, is_wrapped=not isinstance(method, staticmethod))
-        if method is function:
-            ours, attributes = recipe.exchange.refine(function, ours)
-            methods |= {} if ours is None else {name: (ours, None), **attributes}
-        elif ours is not None:
-            methods[name] = (ours, type(method))
-    return derive_class(cls, tuple(methods.items()), recipe) if methods else cls
+    def derive(self, cls: type, copier: Copier | None = None) -> Any:
+        """Return a class of the same name with replaced calls. Return ``cls`` if ``exchange`` replaces nothing."""
+        copier = copier or Copier(self.exchange)
+        methods: dict[str, Any] = {}
+        for name, function in find_methods(cls, self.entries).items():
+            method = find_method(cls, name)
+            ours = copier.replace(function, is_wrapped=not isinstance(method, staticmethod))
+            if method is function:
+                ours, attributes = self.exchange.refine(function, ours)
+                methods |= {} if ours is None else {name: (ours, None), **attributes}
+            elif ours is not None:
+                methods[name] = (ours, type(method))
+        return derive_class(cls, tuple(methods.items()), self) if methods else cls
 
 
 @functools.cache

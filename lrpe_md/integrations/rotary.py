@@ -216,7 +216,7 @@ def _plan(found: dict[str, Any], copier: copies.Copier) -> dict[str, tuple[type,
     classes: dict[type, Any] = {}
     for cls in kinds:
         own = tuple(name for name in entries if isinstance(copies.find_method(cls, name), FunctionType))
-        classes[cls] = copies.adapt_class(cls, copies.Recipe(copier.exchange, own), copier)
+        classes[cls] = copies.Recipe(copier.exchange, own).derive(cls, copier)
     changes: dict[str, tuple[type, dict[str, Any]]] = {}
     for path, part in found.items():
         cls = type(part)
