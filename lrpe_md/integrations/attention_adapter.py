@@ -90,25 +90,32 @@ class _Local(threading.local):
 
 
 class _Adaptation:
-    """A single call to :func:`adapt_attention`, with its arguments."""
+    """A single call to :func:`adapt_attention`, with its arguments.
+
+    :meth:`attend` replaces ``scaled_dot_product_attention``. ``layer`` is the index of the attention module, or None if
+    all attention modules share one encoding.
+    """
 
     def __init__(self, model: nn.Module, name: str, positions: Any) -> None:
         self.model, self.name, self.positions = model, name, positions
         self.is_fixed = isinstance(positions, (Grid, Coordinates, Tensor))
         self.attentions: list[_Attention] = []
         self.local = _Local()
-        self.is_used = self.is_prepared = False
+        self.num_calls = 0
+        self.copies: dict[Any, Any] = {}  # maps a class's forward and a layer to a copy, or to None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "is_prepared": False}
+        return {**vars(self), "copies": {}}  # the copies refer to this object
 
     @torch.compiler.assume_constant_result
-    def prepare(self) -> bool:
-        """Prepare all attention modules for a compiler at once, so that blocks share compiled code."""
-        if not self.is_prepared:
-            self.is_prepared = True
-            for attention in self.attentions:
-                attention.refresh()
+    def update_copies(self) -> bool:
+        """Update the copies of all forward methods at once, so that compiled blocks share code.
+
+        The original methods may have been patched.
+        """
+        for each in self.attentions:
+            each.look_up()
+            each.copy = self.find_copy(each.module, each.of_class, each.layer) if each.original is None else None
         return True
 
     def locate(self, path: str) -> Where:
@@ -129,6 +136,48 @@ class _Adaptation:
                 "break at a checkpoint, compile its blocks one by one"
             )
         return found.positions
+
+    # A compiler only runs the next two methods while it traces, which is when the forward method may call SDPA.
+
+    @torch.compiler.assume_constant_result
+    def count_calls(self) -> int:
+        return self.num_calls
+
+    @torch.compiler.assume_constant_result
+    def _note_call(self) -> bool:
+        self.num_calls += 1
+        return True
+
+    def attend(
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, path: str = "an attention", **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Encode q and k, and call ``scaled_dot_product_attention`` with the given arguments."""
+        self._note_call()
+        options |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        _check_self_attention(path, query, key)
+        encoding = getattr(self.model, self.name)
+        encoding = encoding if layer is None else encoding[layer]
+        if is_causal:
+            check_causal(encoding)
+        q, k = encoding(query, key, positions=self.locate(path))
+        if q.shape[-1] == query.shape[-1]:
+            return F.scaled_dot_product_attention(q, k, value, **options)
+        if options.get("scale") is None:
+            options["scale"] = query.shape[-1] ** -0.5
+        return softmax_attention(q, k, value, **options)
+
+    def find_copy(self, module: nn.Module, forward: Any, layer: int | None) -> Any:
+        """Return a copy of a module's forward method that calls :meth:`attend`, or None if there is none."""
+        if (forward, layer) not in self.copies:
+            ref = weakref.ref(self)  # the copy must not keep the model alive
+
+            def attend(*args: Any, **kwargs: Any) -> Tensor:
+                adaptation: Any = ref()
+                return adaptation.attend(layer, *args, **kwargs)
+
+            self.copies[forward, layer] = copy_forward(module, attend)
+        return self.copies[forward, layer]
 
 
 def _check_positions(positions: Any) -> Any:
@@ -203,7 +252,6 @@ class _ModelForward(_Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, local = self.adaptation, self.adaptation.local
-        own.prepare()
         if own.is_fixed:
             output = self.run(*args, **kwargs)
         else:
@@ -215,7 +263,7 @@ class _ModelForward(_Forward):
                     output = self.run(*args, **kwargs)
             finally:
                 local.running, local.current = before
-        if not own.is_used:
+        if not own.count_calls():
             others = f" and {len(own.attentions) - 1} more" * (len(own.attentions) > 1)
             raise RuntimeError(
                 f"modules: expected attention modules that {type(self.module).__name__}.forward calls, got "
@@ -257,62 +305,6 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
     return saved_tensors_hooks(pack, unpack)
 
 
-class _Encoder:
-    """Replacement for ``scaled_dot_product_attention``, which encodes q and k first.
-
-    ``layer`` is the index of the attention module, or None if all attention modules share one encoding.
-    """
-
-    def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
-        self.adaptation, self.layer = adaptation, layer
-        self.num_calls = 0
-        self.copies: dict[Any, Any] = {}  # maps a class's forward to its copy, or to None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "copies": {}}  # the copies refer to this object
-
-    # A compiler only runs the next two methods while it traces, which is when the forward method may call SDPA.
-
-    @torch.compiler.assume_constant_result
-    def count_calls(self) -> int:
-        return self.num_calls
-
-    @torch.compiler.assume_constant_result
-    def _note_call(self) -> bool:
-        self.num_calls += 1
-        self.adaptation.is_used = True
-        return True
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, *, path: str = "an attention", **options: Any,
-    ) -> Tensor:  # fmt: skip
-        """Encode q and k, and call ``scaled_dot_product_attention`` with the given arguments (except ``path``)."""
-        self._note_call()
-        options |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-        _check_self_attention(path, query, key)
-        encoding = getattr(self.adaptation.model, self.adaptation.name)
-        encoding = encoding if self.layer is None else encoding[self.layer]
-        if is_causal:
-            check_causal(encoding)
-        q, k = encoding(query, key, positions=self.adaptation.locate(path))
-        if q.shape[-1] == query.shape[-1]:
-            return F.scaled_dot_product_attention(q, k, value, **options)
-        if options.get("scale") is None:
-            options["scale"] = query.shape[-1] ** -0.5
-        return softmax_attention(q, k, value, **options)
-
-    def weak_attend(self) -> Callable[..., Tensor]:
-        """Return ``attend`` as a function that does not keep the model alive."""
-        ref = weakref.ref(self)
-
-        def attend(*args: Any, **kwargs: Any) -> Tensor:
-            encoder: Any = ref()
-            return encoder.attend(*args, **kwargs)
-
-        return attend
-
-
 def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
@@ -330,21 +322,21 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
 class _Attention(_Forward):
     """Replacement for an attention module's forward method, which encodes q and k when the module calls SDPA."""
 
-    def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
-        super().__init__(module, encoder.adaptation)
-        self.path, self.encoder = path, encoder
+    def __init__(self, module: nn.Module, path: str, adaptation: _Adaptation, layer: int | None) -> None:
+        super().__init__(module, adaptation)
+        self.path, self.layer = path, layer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        before = self.encoder.count_calls()
+        before = self.adaptation.count_calls()
         is_compiling = torch.compiler.is_compiling()
         if is_compiling:
-            self.refresh()
+            self.adaptation.update_copies()
         if is_compiling and self.copy is not None:
             output = self.copy(self.module, *args, **kwargs)
         else:
             with _Encode(self, None if is_compiling else _checkpoint_state()):
                 output = self.run(*args, **kwargs)
-        if self.encoder.count_calls() == before:
+        if self.adaptation.count_calls() == before:
             raise RuntimeError(
                 f"{self.path or 'forward'}: expected a call to F.scaled_dot_product_attention, where q and k are "
                 "encoded, got none. In timm, set `fused_attn = True` on the module. Otherwise, replace the "
@@ -354,16 +346,6 @@ class _Attention(_Forward):
                 "    q, k = self.encoding(q, k, positions=positions)  # (B, H, N, D)"
             )
         return output
-
-    @torch.compiler.assume_constant_result
-    def refresh(self) -> bool:
-        """Update the copy of the forward method, because the original may have been patched."""
-        self.look_up()
-        copies, forward = self.encoder.copies, self.of_class
-        if self.original is None and forward not in copies:
-            copies[forward] = copy_forward(self.module, self.encoder.weak_attend())
-        self.copy = copies[forward] if self.original is None else None
-        return True
 
 
 def _checkpoint_state() -> tuple[Any, bool]:
@@ -384,7 +366,8 @@ class _Encode(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.state is not None:
             self._check(*self.state)
-        return self.attention.encoder.attend(*args, **(kwargs or {}), path=self.attention.path or "the model")
+        own = self.attention
+        return own.adaptation.attend(own.layer, *args, **(kwargs or {}), path=own.path or "the model")
 
     def _check(self, hooks: Any, grad_enabled: bool) -> None:
         """Reject encoding inside a checkpoint, because the checkpoint would recompute without this mode."""
@@ -461,9 +444,8 @@ def adapt_attention(
     model.add_module(name, built.train(model.training))
     adaptation = _Adaptation(model, name, positions)
     by_layer = EncodingStack(built).by_layer
-    encoders = [_Encoder(adaptation, i if by_layer else None) for i in range(len(found) if by_layer else 1)]
     for i, (path, module) in enumerate(found.items()):
-        attention = _Attention(module, path, encoders[i if by_layer else 0])
+        attention = _Attention(module, path, adaptation, i if by_layer else None)
         adaptation.attentions.append(attention)
         # Set a method, because Dynamo guards on an object's id, and would compile each block separately.
         module.forward = attention.call

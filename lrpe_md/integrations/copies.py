@@ -22,12 +22,12 @@ from torch import nn
 from torch.nn import functional as F
 
 __all__ = [
-    "SDPA", "Copier", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods",
-    "is_adapted", "looks_rotary", "original_class", "read_own", "recipe_of", "replaced_names", "restore_class",
+    "SDPA", "Copier", "Recipe", "derive_class", "find_method", "find_methods", "is_adapted",
+    "looks_rotary", "read_own", "recipe_of", "replaced_names", "restore_class",
 ]  # fmt: skip
 
 SDPA = F.scaled_dot_product_attention
-_ORIGINAL, _RECIPE, _EXTRAS = "_lrpe_original", "_lrpe_recipe", "_lrpe_extras"  # attributes of derived classes
+_RECIPE = "_lrpe_recipe"  # attribute of derived classes, whose only base is the original class
 _PRIVATE = "_lrpe_"
 _ROTARY = re.compile(r"(^|_)(rot|rotary|rotate|rope|ropes|cos|sin|freqs?|cis|pe|pos_emb|image_rotary)(_|\d|$)", re.I)
 _DEPTH = 3  # maximum depth of nested calls
@@ -323,37 +323,30 @@ class Recipe(NamedTuple):
     exchange: Any  # a picklable Exchange, with ``refine(method, copy) -> method, attributes``
     entries: tuple[str, ...]
 
-    def derive(self, cls: type) -> Any:
-        return adapt_class(cls, self)
-
-
-def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
-    """Return a class of the same name with replaced calls. Return ``cls`` if ``recipe.exchange`` replaces nothing."""
-    copier = copier or Copier(recipe.exchange)
-    methods: dict[str, Any] = {}
-    for name, function in find_methods(cls, recipe.entries).items():
-        method = find_method(cls, name)
-        ours = copier.replace(function, is_wrapped=not isinstance(method, staticmethod))
-        if method is function:
-            ours, attributes = recipe.exchange.refine(function, ours)
-            methods |= {} if ours is None else {name: (ours, None), **attributes}
-        elif ours is not None:
-            methods[name] = (ours, type(method))
-    return derive_class(cls, tuple(methods.items()), recipe) if methods else cls
+    def derive(self, cls: type, copier: Copier | None = None) -> Any:
+        """Return a class of the same name with replaced calls. Return ``cls`` if ``exchange`` replaces nothing."""
+        copier = copier or Copier(self.exchange)
+        methods: dict[str, Any] = {}
+        for name, function in find_methods(cls, self.entries).items():
+            method = find_method(cls, name)
+            ours = copier.replace(function, is_wrapped=not isinstance(method, staticmethod))
+            if method is function:
+                ours, attributes = self.exchange.refine(function, ours)
+                methods |= {} if ours is None else {name: (ours, None), **attributes}
+            elif ours is not None:
+                methods[name] = (ours, type(method))
+        return derive_class(cls, tuple(methods.items()), self) if methods else cls
 
 
 @functools.cache
-def derive_class(
-    cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
-) -> Any:
+def derive_class(cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any) -> Any:
     """Return a class of the same name with different methods. ``recipe.derive(cls)`` recreates it.
 
-    ``methods`` maps names to values and their kinds (None or ``staticmethod``). ``extras`` names additional attributes
-    of the class's objects.
+    ``methods`` maps names to values and their kinds (None or ``staticmethod``).
     """
     own: dict[str, Any] = {
-        **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe,
-        _EXTRAS: extras, "__reduce_ex__": _reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+        **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _RECIPE: recipe,
+        "__reduce_ex__": _reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }  # fmt: skip
     return type(cls)(cls.__name__, (cls,), own)
@@ -361,11 +354,8 @@ def derive_class(
 
 def _reduce(part: Any, protocol: Any) -> Any:
     """Implement ``__reduce__`` for an object whose class cannot be imported by name."""
-    cls, recipes = type(part), []
-    while is_adapted(cls):
-        recipes.append(getattr(cls, _RECIPE))
-        cls = getattr(cls, _ORIGINAL)
-    return (_rebuild, (cls, *recipes[::-1]), *object.__reduce_ex__(part, 2)[2:])
+    derived = [cls for cls in type(part).__mro__[::-1] if recipe_of(cls) is not None]
+    return (_rebuild, (derived[0].__bases__[0], *map(recipe_of, derived)), *object.__reduce_ex__(part, 2)[2:])
 
 
 def _rebuild(cls: Any, *recipes: Any) -> Any:
@@ -382,9 +372,7 @@ def restore_class(part: Any) -> dict[Any, str]:
     ours: dict[Any, str] = {}
     while is_adapted(type(part)):
         ours |= {method: name for name, method in vars(type(part)).items() if isinstance(method, FunctionType)}
-        for name in getattr(type(part), _EXTRAS):
-            delattr(part, name)
-        part.__class__ = original_class(type(part))
+        part.__class__ = type(part).__bases__[0]
     return ours
 
 
@@ -394,7 +382,7 @@ def replaced_names(cls: type) -> set[str]:
     for name, method in vars(cls).items():
         called = _private_names(getattr(method, "__func__", method))
         is_whole = isinstance(method, (staticmethod, FunctionType)) and method is not _reduce
-        found |= called or ({name} if is_whole and hasattr(getattr(cls, _ORIGINAL), name) else set())
+        found |= called or ({name} if is_whole and hasattr(cls.__bases__[0], name) else set())
     return found
 
 
@@ -407,14 +395,10 @@ def _private_names(function: Any) -> set[str]:
 
 
 def is_adapted(cls: type) -> bool:
-    """Return whether :func:`adapt_class` made this class or one of its base classes."""
-    return hasattr(cls, _ORIGINAL)
-
-
-def original_class(cls: type) -> Any:
-    """Return the original of an adapted class. Return None for a subclass of an adapted class."""
-    return vars(cls).get(_ORIGINAL)
+    """Return whether :func:`derive_class` made this class or one of its base classes."""
+    return hasattr(cls, _RECIPE)
 
 
 def recipe_of(cls: type) -> Any:
+    """Return the recipe of a derived class. Return None for its subclasses and for all other classes."""
     return vars(cls).get(_RECIPE)

@@ -23,7 +23,6 @@ from . import copies
 from .drop_ins import drop_in
 from .fused import fuse
 from .linear_cores import find_core, replace_core
-from .table_modules import Changes, attach, detach
 
 __all__ = ["adapt_rotary", "exchanged_names", "models_of", "parts", "restore_rotary"]
 
@@ -89,7 +88,7 @@ def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
 class Exchanged:
     """Replacement for a function in an object's attribute. Copies and pickles store the original."""
 
-    def __init__(self, original: Any, exchange: DropIns) -> None:
+    def __init__(self, original: Any, exchange: copies.Exchange) -> None:
         self.original, self.exchange = original, exchange
         self.function = copies.Copier(exchange).replace(original) or original
 
@@ -165,9 +164,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     """
     found, copier = parts(model), copies.Copier(DropIns(impl))
     check_one_of("impl", impl, IMPLS)
-    undone = _restore(found)
+    detached = _restore(found)
     try:
-        changes = _plan(found, DropIns(impl), copier)
+        changes = _plan(found, copier)
         refused = _find_refused(copier.seen, impl)
         if not changes:
             reasons = "; ".join(f"rejected {name}, which {reason}" for name, reason in refused.items())
@@ -186,8 +185,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
             if verbose:
                 print(f"adapted: {path or 'model'} ({cls.__name__}): {', '.join(exchanged_names(part))}")
     finally:
-        for path, values in undone.items():
-            attach(path, found[path], values)
+        for path, (recipe, rotation) in detached.items():
+            recipe.attach(path, found[path], rotation)
     if verbose:
         for name, reason in refused.items():
             print(f"unchanged: {name}, which {reason}")
@@ -203,11 +202,11 @@ def find_rotary(model: nn.Module) -> list[str]:
     if switches and all(value is None or value is False for value in switches):
         return []
     found = parts(model)
-    changes = _plan(found, DropIns("auto"), copies.Copier(DropIns("auto")))
+    changes = _plan(found, copies.Copier(DropIns("auto")))
     return [path for path, part in found.items() if path in changes or exchanged_names(part)]
 
 
-def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
+def _plan(found: dict[str, Any], copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
     """Return, by path, the new class of each object to change, and the instance attributes to replace."""
     kinds = dict.fromkeys(type(part) for part in found.values() if not type(part).__module__.startswith("torch."))
     methods = [method for cls in kinds for method in copies.find_methods(cls, _ENTRIES).values()]
@@ -217,7 +216,7 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
     classes: dict[type, Any] = {}
     for cls in kinds:
         own = tuple(name for name in entries if isinstance(copies.find_method(cls, name), FunctionType))
-        classes[cls] = copies.adapt_class(cls, copies.Recipe(drop_ins, own), copier)
+        classes[cls] = copies.Recipe(copier.exchange, own).derive(cls, copier)
     changes: dict[str, tuple[type, dict[str, Any]]] = {}
     for path, part in found.items():
         cls = type(part)
@@ -227,22 +226,24 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
                 ours = copier.copy(value.__func__) if isinstance(value.__func__, FunctionType) else None
                 attributes |= {} if ours is None else {name: MethodType(ours, part)}
             elif isinstance(value, (FunctionType, functools.partial)) and copier.replace(value) is not None:
-                attributes[name] = Exchanged(value, drop_ins)
+                attributes[name] = Exchanged(value, copier.exchange)
         if attributes or classes.get(cls, cls) is not cls:
             changes[path] = (classes[cls], attributes)
     return changes
 
 
-def _restore(found: dict[str, Any]) -> dict[str, Changes]:
-    """Restore the original classes and attributes. Return the changes to frequencies and places that this undoes."""
+def _restore(found: dict[str, Any]) -> dict[str, tuple[Any, nn.Module]]:
+    """Restore the original classes and attributes. Return the recipes and frequencies of detached tables."""
     adapted = {path: part for path, part in found.items() if copies.is_adapted(type(part))}
-    for path, part in adapted.items():
-        if copies.original_class(type(part)) is None:
+    for kind, path in {type(part): path for path, part in adapted.items()}.items():
+        if any(copies.is_adapted(cls) and copies.recipe_of(cls) is None for cls in kind.__mro__):
             raise ValueError(
-                f"{path or 'model'}: expected a class created by adapt_rotary, got its subclass {type(part).__name__}; "
+                f"{path or 'model'}: expected a class created by adapt_rotary, got its subclass {kind.__name__}; "
                 "adapt or restore the model before fully_shard"
             )
-    changes = {path: values for path, part in adapted.items() if (values := detach(part)) is not None}
+    recipes = {path: copies.recipe_of(type(part)) for path, part in adapted.items()}
+    stand_ins = {path: recipe for path, recipe in recipes.items() if not isinstance(recipe, copies.Recipe)}
+    detached = {path: (recipe, recipe.detach(adapted[path])) for path, recipe in stand_ins.items()}
     for part in found.values():
         originals = dict(vars(part).pop(_SAVED, {}).values())
         for name, value in vars(part).items():  # accelerate moves methods, and users set new functions
@@ -253,7 +254,7 @@ def _restore(found: dict[str, Any]) -> dict[str, Changes]:
         for name, value in vars(part).items():  # accelerate stores methods of the adapted class
             if isinstance(value, MethodType) and value.__func__ in ours:
                 vars(part)[name] = MethodType(getattr(type(part), ours[value.__func__]), part)
-    return changes
+    return detached
 
 
 def restore_rotary(model: Model) -> Model:

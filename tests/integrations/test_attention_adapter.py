@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, adapt
 from lrpe_md.integrations import adapt_attention, adapt_rotary, restore_attention, set_positions
-from lrpe_md.integrations.attention_adapter import _Encoder
+from lrpe_md.integrations.attention_adapter import _Adaptation
 from lrpe_md.testing import budget_violation
 
 pytest.importorskip("timm")
@@ -854,6 +854,6 @@ def test_restoring_what_was_replaced_since():
 
 def test_positional_arguments_of_the_replacement():
     """The replacement takes as many positional arguments as the original, and raises an error for more."""
-    for attend in (F.scaled_dot_product_attention, partial(_Encoder.attend, None)):
+    for attend in (F.scaled_dot_product_attention, partial(_Adaptation.attend, None, None)):
         with pytest.raises(TypeError, match="positional"):
             attend(*torch.zeros(3, 1, 2, 4, 8), None, 0.0, False, 1.0, False, None)

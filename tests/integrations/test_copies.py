@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md.integrations.copies import Copier, Recipe, adapt_class, find_methods, is_adapted, looks_rotary, read_own
+from lrpe_md.integrations.copies import Copier, Recipe, find_methods, is_adapted, looks_rotary, read_own
 
 SOURCE = """
 import collections
@@ -193,8 +193,8 @@ class Exchange:
 def test_a_class(library):
     cls = library.Attention
     recipe = Recipe(Exchange(), ("forward",))
-    made = adapt_class(cls, recipe)
-    assert made is adapt_class(cls, recipe)
+    made = recipe.derive(cls)
+    assert made is recipe.derive(cls)
     assert made is not cls
     assert is_adapted(made)
     assert not is_adapted(cls)
@@ -205,11 +205,11 @@ def test_a_class(library):
     assert cls().forward(1) == (("stock", 1), ("stock", 1), (1, ("stock", 1)))
     assert made.unused is cls.unused
     assert set(find_methods(cls, ("forward",))) == {"forward", "turn", "static_rope", "of_class"}
-    assert adapt_class(dict, recipe) is dict
+    assert recipe.derive(dict) is dict
 
 
 def test_copies_and_files_of_its_objects(library):
-    part = adapt_class(library.Attention, Recipe(Exchange(), ("forward",)))()
+    part = Recipe(Exchange(), ("forward",)).derive(library.Attention)()
     part.weight = torch.ones(2)
     file = io.BytesIO()
     torch.save(part, file)
