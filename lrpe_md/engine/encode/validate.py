@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -67,13 +67,13 @@ def validate(
         if not len(phase):
             raise ValueError(f"phase: expected at least one group, got shape {tuple(phase.shape)}")
         phase_name, phase = "phase[0]", phase[0]  # groups only differ in their values
-    place = locate(positions, x)
+    layout, tables = locate(positions, x)
     if spec.dim == -2 and isinstance(positions, Grid) and not positions.whole:
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
-    num_axes = len(place.layout.sizes) if place.coords is None else place.coords.shape[-1]
-    if num_axes < 1:
-        size = () if place.coords is None else tuple(place.coords.shape)
-        raise ValueError(f"positions: expected at least one axis, got coords of shape {size}")
+    coords = tables.coords
+    num_axes = len(layout.sizes) if coords is None else coords.shape[-1]
+    if coords is not None and num_axes < 1:
+        raise ValueError(f"positions: expected at least one axis, got coords of shape {tuple(coords.shape)}")
     channels = spec.num_channels
     if isinstance(omega, (tuple, list)) and omega and isinstance(omega[0], Tensor):
         raise TypeError(
@@ -95,10 +95,9 @@ def validate(
                 f"{name}: expected 1 head, or {first.shape[0]} like {first_name}, got {t.shape[0]} in a tensor of "
                 f"shape {tuple(t.shape)}"
             )
-    tables = Tables(omega, phase, place.coords, place.origin, place.affine, place.rotated, amplitude)
     if options.norm is not None:
-        check_weights(options, weights, xs, place.layout)
-    return Call(spec, place.layout, tables, None, weights)
+        check_weights(options, weights, xs, layout)
+    return Call(spec, layout, tables._replace(omega=omega, phase=phase, amplitude=amplitude), None, weights)
 
 
 def _specify(options: Options, head_dim: int) -> Spec:
@@ -284,17 +283,8 @@ def remedy(x: Tensor, positions: Any) -> str:
     return ""
 
 
-class Place(NamedTuple):
-    """Layout and tables that result from positions."""
-
-    layout: Layout
-    coords: Tensor | None = None
-    origin: Tensor | None = None
-    affine: Tensor | None = None
-    rotated: Tensor | None = None
-
-
-def locate(positions: Any, x: Tensor) -> Place:
+def locate(positions: Any, x: Tensor) -> tuple[Layout, Tables]:
+    """Return the layout of x's tokens, and the tables that define their positions."""
     if isinstance(positions, Grid):
         return _locate_grid(positions, x)
     if isinstance(positions, Tensor):
@@ -318,11 +308,10 @@ def locate(positions: Any, x: Tensor) -> Place:
             f"positions: expected coords on x's device {x.device}, got {coords.device}; build them with "
             "device=x.device (pack, pad, compose), or move them with .to()"
         )
-    layout = Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ())
-    return Place(layout, coords, rotated=rotated)
+    return Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ()), Tables(None, coords=coords, rotated=rotated)
 
 
-def _locate_grid(grid: Grid, x: Tensor) -> Place:
+def _locate_grid(grid: Grid, x: Tensor) -> tuple[Layout, Tables]:
     num_tokens = x.shape[2]
     if grid.num_tokens != num_tokens:
         raise ValueError(
@@ -343,4 +332,4 @@ def _locate_grid(grid: Grid, x: Tensor) -> Place:
                 f"positions: expected the origin on x's device {x.device}, got {origin.device}; move it with .to()"
             )
     layout = Layout(num_tokens, grid.prefix, grid.num_grid_tokens, grid.start, tuple(grid.shape))
-    return Place(layout, origin=origin, affine=grid.affine(x.device))
+    return layout, Tables(None, origin=origin, affine=grid.affine(x.device))

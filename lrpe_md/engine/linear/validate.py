@@ -340,6 +340,6 @@ def _place_without_map(options: LinearOptions, q: Tensor, k: Tensor, sides: Side
     places = []
     for x, positions in zip((q, k), split_pair("positions", sides.positions), strict=True):
         num_tokens = x.shape[2]
-        layout = Layout(num_tokens, 0, num_tokens, 0, ()) if positions is None else locate(positions, x).layout
+        layout = Layout(num_tokens, 0, num_tokens, 0, ()) if positions is None else locate(positions, x)[0]
         places.append(Call(spec, layout._replace(sizes=()), tables))
     return places[0], places[1]
