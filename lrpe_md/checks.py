@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -18,7 +20,17 @@ __all__ = [
     "check_offsets", "check_one_of", "check_precise", "check_reference", "describe_positions", "explain_unknown",
     "find_similar", "fleeting", "invalid_positions", "is_finite_number", "is_real", "join_names", "or_one",
     "plural", "repeat_over_layers", "show_value", "split_pair", "suggest",
+    "warn_caller",
 ]  # fmt: skip
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and attribute the warning to the first stack frame outside this package and torch."""
+    level, packages = 2, (__name__.partition(".")[0], "torch")
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:

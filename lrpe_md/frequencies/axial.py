@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import as_integer, check_at_least, check_dense, check_one_of, join_names, show_value
+from ..checks import as_integer, check_at_least, check_dense, check_one_of, join_names, show_value, warn_caller
 
 __all__ = [
     "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "check_split", "cut_blocks",
@@ -152,7 +151,6 @@ def check_split(split: Any, num_axes: int, owner: str = "the ") -> None:
 def warn_of_idle_axes(
     widths: Sequence[int],
     shares: Sequence[int] = (),
-    stacklevel: int = 3,
     remedy: str = "split= in lrpe_md.preset or encoding_kwargs",
 ) -> None:
     """Warn about axes without channels, on which positions have no effect.
@@ -160,17 +158,15 @@ def warn_of_idle_axes(
     Args:
         widths: number of channels or pairs per axis, slowest axis first.
         shares: share of each axis. An axis with a share of 0 has no channels on purpose, so it causes no warning.
-        stacklevel: ``stacklevel`` of the warning, counted from this function.
         remedy: argument to recommend for changing the shares.
     """
     shares = shares or [1] * len(widths)
     idle = [str(axis) for axis, share in enumerate(shares) if share and not widths[axis]]
     if idle:
-        warnings.warn(
+        warn_caller(
             f"head_dim: expected channels for each of the {len(widths)} axes, got {tuple(widths)}: positions on "
             f"{'axis' if len(idle) == 1 else 'axes'} {join_names(idle, 'and')} have no effect. Use a larger head_dim "
-            f"or fewer axes, or choose each axis's share with {remedy}",
-            stacklevel=stacklevel,
+            f"or fewer axes, or choose each axis's share with {remedy}"
         )
 
 

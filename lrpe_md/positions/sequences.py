@@ -256,13 +256,15 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
     return Coordinates((index + shift[sequence])[:, None])
 
 
-def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Grid | Coordinates:
-    """Return the positions of text x (B, H, N, D) from its offset or, for packed text, from cu_seqlens.
+def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Any:
+    """Return the positions of text x (B, H, N, D) or, with cu_seqlens, of packed text (1, H, N, D) or (N, H, D).
 
     ``dim`` is the dimension of a softmax activation.
     """
     if cu_seqlens is None:
         return offset_positions(x.shape[2], offset, x.device)
+    if x.ndim == 3:
+        return Packed(packed_positions(cu_seqlens, x.shape[0], offset), cu_seqlens)
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected packed sequences in x of shape (1, H, N, D), got {tuple(x.shape)}")
     refuse_mixing(dim)

@@ -613,7 +613,7 @@ def make_preset(
             laid = channels * num_heads if frequencies.across_heads else channels
             if not frequencies.by_head:
                 sections = _fitting(name, head_dim, partial(frequencies.sections, laid))
-                warn_of_idle_axes(sections, frequencies.split, stacklevel=4)
+                warn_of_idle_axes(sections, frequencies.split)
             if scheme.pairs == "blocks":
                 blocks = frequencies.blocks(channels)
         build = partial(frequencies.build, channels, num_heads, seed)

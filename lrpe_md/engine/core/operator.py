@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix, ops
-from ...checks import show_value
+from ...checks import show_value, warn_caller
 from ...positions.grid import Grid
 from ..inductor.lowering import SOURCE, register
 from ..inductor.private import enable_recording, is_legacy_batched, is_tracing, is_transforming, num_dispatch_modes
@@ -125,7 +123,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None]) -> bool
     if not HAS_TRITON:
         if is_required:
             raise ValueError("impl: 'triton' needs the triton package, which is not installed; use impl='reference'")
-        warn_caller("lrpe_md: triton is not installed, so the slower reference runs on this GPU")
+        warn_caller("lrpe_md: triton is not installed, so the slower reference runs on this GPU", RuntimeWarning)
         return False
     if torch.is_grad_enabled():
         for t in constants:
@@ -156,17 +154,9 @@ def warn_of_interpreter() -> None:
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
         warn_caller(
             f"lrpe_md: the interpreter of Triton {triton.__version__} (TRITON_INTERPRET=1) rounds a fused multiply-add "
-            "twice, so angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'"
+            "twice, so angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'",
+            RuntimeWarning,
         )
-
-
-def warn_caller(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn, and attribute the warning to the first stack frame outside this package."""
-    level, package = 2, __name__.partition(".")[0]
-    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
 
 
 # --- schemas -----------------------------------------------------------------------------------------------------

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...checks import as_integer, can_read, check_boolean, check_dense, show_value
+from ...checks import as_integer, can_read, check_boolean, check_dense, show_value, warn_caller
 from ...positions.grid import Coordinates, Grid
 from ..core.call import Call, CallerTables, CosSin, Layout, Spec
 from ..core.memory import accumulator
-from ..core.operator import warn_caller
 
 COS, SIN = TABLE_NAMES = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
@@ -142,8 +141,7 @@ def _warn_of_other_layout(sin: Tensor, spec: Spec) -> None:
             shown = spec.sections if spec.pairs == "blocks" else spec.pairs
             warn_caller(
                 f"tables: expected the same entry for both channels of a pair (pairs={shown!r}), got the layout of "
-                f"{repeated}. The result is not a rotation; pass pairs={layout!r}, or tables with one entry per pair",
-                UserWarning,
+                f"{repeated}. The result is not a rotation; pass pairs={layout!r}, or tables with one entry per pair"
             )
             return
 
