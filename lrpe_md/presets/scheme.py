@@ -541,7 +541,9 @@ class Preset:
         return f"pass positions=Grid({shape}{sides}), or "
 
     def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
-        """Call the scheme's grid function, and check the result."""
+        """Call the scheme's grid function, and check the result. A grid without tokens does not call it."""
+        if 0 in shape:
+            return Grid((0,) * self.num_axes)
         try:
             grid = self.scheme.grid(shape, **options)
         except IndexError as error:

@@ -345,7 +345,7 @@ class Operator(ABC):
                 if t is not None and t.requires_grad:
                     if torch.compiler.is_compiling():
                         tensors = separate(tensors)
-                    return _Run.apply(_Settings(self, call, len(rows), options, direct), *tensors)
+                    return _Run.apply((self, call, len(rows), options, direct), *tensors)
         out = self.forward(call, inputs, options, direct)
         return tuple(out[: len(rows)] if call.spec.dim == -2 else out)  # without softmax statistics
 
@@ -492,18 +492,11 @@ def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(distinct_tensors)
 
 
-class _Settings(NamedTuple):
-    """Non-tensor arguments of :class:`_Run`."""
-
-    operator: Operator
-    call: Any
-    num_rows: int
-    options: Any
-    direct: bool
-
-
 class _Run(torch.autograd.Function):
-    """Autograd function whose tensor arguments are the rows and the learned tensors."""
+    """Autograd function whose tensor arguments are the rows and the learned tensors.
+
+    ``settings`` are the operator, the call, the number of rows, and the options and ``direct`` of its forward pass.
+    """
 
     @staticmethod
     def forward(ctx, settings, *tensors):

@@ -130,11 +130,9 @@ def _prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, n
         (programs, 1, variant.num_axes + variant.has_phase, variant.num_channels) if variant.need_dangles else None,
         (programs, width) if needs.norm else None, (num_q, 0), True,
     )  # fmt: skip
-    packed = pack_pairs(swapped_strides, variant)
-    launch = Launch(programs, outs, sums, packed, variant, {"num_warps": work_plan.num_warps})
-    launch.numbers = pack_numbers(*counts), launching.pack_grid(layout)
-    launch.tables = pack_table_strides(call, variant)
-    return launch
+    numbers, options = (pack_numbers(*counts), launching.pack_grid(layout)), {"num_warps": work_plan.num_warps}
+    strides, tables = pack_pairs(swapped_strides, variant), pack_table_strides(call, variant)
+    return Launch(programs, outs, sums, strides, variant, options, numbers, tables)
 
 
 def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -123,30 +124,26 @@ class Rows(NamedTuple):
     start: Tensor | None = None  # (1,) or (B,): the index of the first token in each output
 
 
+@dataclass(slots=True, eq=False)
 class Launch:
     """A prepared launch, without its tensors."""
 
-    __slots__ = (
-        "counts", "no_partials", "norm_numbers", "numbers", "options", "outs", "programs", "run", "start_numbers",
-        "strides", "sums", "tables", "variant",
-    )  # fmt: skip
+    programs: int
+    outs: list[Any]  # (size, stride) of each output, or None if it has the dtype, size and stride of its input
+    sums: Sums
+    strides: Strides
+    variant: Variant
+    options: dict[str, Any]
+    numbers: tuple[Any, ...]  # ``numbers`` of the kernel
+    tables: tuple[int, ...]  # strides of tables
+    counts: tuple[int, ...] = ()  # N, first_index and num_grid
+    norm_numbers: tuple[int, ...] = ()
+    start_numbers: tuple[int, ...] = ()  # numbers that locate the start of each output
+    no_partials: Partials | None = None  # the result of allocate_partials, if there are no sums
+    run: Any = None  # function that runs the compiled kernel with this number of programs
 
-    def __init__(
-        self, programs: int, outs: list, sums: Sums, strides: Strides, variant: Variant, options: dict
-    ) -> None:
-        self.programs = programs
-        self.outs = outs  # (size, stride) of each output, or None if it has the dtype, size and stride of its input
-        self.sums = sums
-        self.no_partials = None if sums.angles or sums.weights else Partials(None, None, sums)
-        self.strides = strides
-        self.counts: tuple[int, ...] = ()  # N, first_index and num_grid
-        self.numbers: tuple[Any, ...] = ()  # ``numbers`` of the kernel
-        self.norm_numbers: tuple[int, ...] = pack_numbers(0, 0)  # numbers of the norm
-        self.start_numbers: tuple[int, ...] = ()  # numbers that locate the start of each output
-        self.tables: tuple[int, ...] = ()  # strides of tables
-        self.variant = variant
-        self.options = options
-        self.run: Any = None  # function that runs the compiled kernel with this number of programs
+    def __post_init__(self) -> None:
+        self.no_partials = None if self.sums.angles or self.sums.weights else Partials(None, None, self.sums)
 
 
 def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
@@ -312,20 +309,16 @@ def prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, ne
     sums = _count_sums(variant, programs, groups, (num_walks * groups * q_parts, rows_per_head))
     layouts = _drop_equal_layouts(outs, sources, dtype)
     options = {"num_warps": work_plan.num_warps, **launching.limit_registers(work_plan.max_registers)}
-    launch = Launch(programs, layouts, sums, pack_pairs(strides, variant), variant, options)
-    launch.counts = launching.count_tokens(call.layout)
-    launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *launching.pack_side(call, variant)
-    launch.norm_numbers = pack_numbers(q_parts, num_runs * samples)
-    launch.tables = pack_table_strides(call, variant)
-    if rows.start is not None:
-        launch.start_numbers = _pack_start(rows, rows.start)
+    numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *launching.pack_side(call, variant)
+    launch = Launch(
+        programs, layouts, sums, pack_pairs(strides, variant), variant, options, numbers,
+        pack_table_strides(call, variant), launching.count_tokens(call.layout),
+        pack_numbers(q_parts, num_runs * samples),
+    )  # fmt: skip
+    if rows.start is not None:  # see lrpe_md.engine.kernels.encode.move_output
+        lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
+        launch.start_numbers = pack_numbers(*lengths, int(len(rows.start) > 1))
     return launch
-
-
-def _pack_start(rows: Rows, start: Tensor) -> tuple[int, ...]:
-    """Return the packed numbers of ``start`` in :func:`lrpe_md.engine.kernels.encode.move_output`."""
-    lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
-    return pack_numbers(*lengths, int(len(start) > 1))
 
 
 def _drop_equal_layouts(outs: list[Any], sources: Sequence[Tensor], dtype: torch.dtype) -> list[Any]:

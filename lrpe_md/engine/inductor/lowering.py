@@ -44,21 +44,19 @@ def _hash_source() -> str:
 SOURCE = _hash_source()
 
 
-def register(operator: Any) -> None:
-    """Register the lowerings of an :class:`Operator`, if Inductor is already imported."""
+def register(operator: Any = None) -> None:
+    """Register the lowerings of an :class:`Operator`, or of the join of gradients, if Inductor is already imported."""
     if "torch._inductor.lowering" in sys.modules:
         _register(operator)
-
-
-def register_join() -> None:
-    """Register the lowering of the operator that joins gradients, if Inductor is already imported."""
-    if "torch._inductor.lowering" in sys.modules:
-        _register_join()
 
 
 @cache
 def _register(operator: Any) -> None:
     from torch._inductor.lowering import fallback_handler, register_lowering
+
+    if operator is None:
+        register_lowering(ops.join.default, type_promotion_kind=None)(_lower_join)
+        return
 
     def lower_forward(*args: Any) -> Any:
         return _lower_or_call(operator.run_forward, args, None, call_forward)
@@ -70,13 +68,6 @@ def _register(operator: Any) -> None:
     call_forward, call_backward = fallback_handler(forward), fallback_handler(backward)
     register_lowering(forward, type_promotion_kind=None)(lower_forward)
     register_lowering(backward, type_promotion_kind=None)(lower_backward)
-
-
-@cache
-def _register_join() -> None:
-    from torch._inductor.lowering import register_lowering
-
-    register_lowering(ops.join.default, type_promotion_kind=None)(_lower_join)
 
 
 def _lower_or_call(
