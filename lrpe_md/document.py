@@ -15,13 +15,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .checks import check_dense
+from .checks import check_dense, rotary_slice
 from .engine.core.call import Act, Call, Impl, Needs, Options, Pairs, Positions
 from .engine.core.operator import is_direct, use_triton
 from .engine.encode.dispatch import run_encoding
 from .engine.encode.operator import ENCODE
 from .engine.encode.tables import replace_angles, store_angles
-from .engine.encode.validate import check_input, rotary_slice, validate
+from .engine.encode.validate import check_input, validate
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
 from .functional import cosine, rotate
 from .positions.grid import Grid
@@ -139,8 +139,7 @@ def lrpe_rotate_1d(
         cu_seqlens: boundaries (S + 1,) of sequences packed end to end in x (1, H, N, D) or (N, H, D). The result has
             the shape of x. Positions restart at ``offset`` in each sequence, and ``offset`` may have shape (S,). See
             :func:`lrpe_md.positions.packed_positions`.
-        rotary_dim: channels to rotate, as a slice or as an int R for the first R channels.
-        pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
+        rotary_dim, pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
 
     Other arguments, differentiability and errors are the same as in :func:`lrpe_md.rotate`.
     """

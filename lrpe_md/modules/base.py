@@ -14,14 +14,13 @@ from ..checks import (
     as_integer,
     can_read,
     check_at_least,
-    check_dense,
     check_frequencies,
     check_one_of,
     check_precise,
     explain_unknown_keyword,
     is_real,
-    or_one,
     plural,
+    rotary_slice,
     show_value,
     suggest,
     warn_caller,
@@ -29,13 +28,13 @@ from ..checks import (
 from ..engine.core.call import Act, Impl, Order, Pairs, Positions
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import explain_missing, find_positional
-from ..engine.encode.validate import WHOLE_PACK, check_act, remedy_layout, rotary_slice
+from ..engine.encode.validate import WHOLE_PACK, check_act, remedy_layout
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
 from ..engine.linear.call import Description
 from ..frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega, cut_blocks, warn_of_idle_axes
 from ..frequencies.dense import mixed_omega
-from ..frequencies.series import geometric_theta
+from ..frequencies.series import call_function, geometric_theta
 from ..functional import cosine, rotate
 from ..norm import Norm
 from ..positions.grid import Grid
@@ -618,14 +617,11 @@ class FrequencyModule(PreciseModule):
             )
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
         positions = self.locate(positions) if self.moved else positions
-        if self.map == "cosine":
-            return cosine(
-                *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim,
-                phase=phase, amplitude=amplitude, order=self.order, impl=self.impl, **options,
-            )  # fmt: skip
-        return rotate(
-            *xs, omega=omega, positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim, act=self.act,
-            dim=self.dim, phase=phase, amplitude=amplitude, inverse=inverse, impl=self.impl, **options,
+        encode: Any = cosine if self.map == "cosine" else rotate
+        form: Any = {"order": self.order} if encode is cosine else {"pairs": self.pairs, "inverse": inverse}
+        return encode(
+            *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim, phase=phase,
+            amplitude=amplitude, impl=self.impl, **form, **options,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -698,18 +694,10 @@ class SeriesModule(FrequencyModule):
 
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):
-            try:
-                omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
-            except TypeError as error:
-                raise TypeError(
-                    f"frequencies: expected a function (channels, heads, seed) -> omega, got an error: {error}"
-                ) from error
-            tail = (self.num_channels, self.num_axes)
-            form = f"({or_one(self.num_heads)}, {tail[0]}, {tail[1]})"
-            check_dense("frequencies", omega, form)
+            args = {"channels": self.num_channels, "heads": self.num_heads, "seed": self.seed}
+            shapes = tuple((heads, self.num_channels, self.num_axes) for heads in (1, self.num_heads))
+            omega = call_function("frequencies", self.frequencies, args, shapes)
             check_frequencies("frequencies", omega)
-            if omega.ndim != 3 or omega.shape[1:] != tail or omega.shape[0] not in (1, self.num_heads):
-                raise ValueError(f"frequencies: expected omega of shape {form}, got {tuple(omega.shape)}")
             return omega
         if self.frequencies == "mixed":
             generator = torch.Generator().manual_seed(self.seed)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_frequencies, plural, warn_caller
+from ..checks import check_dense, check_frequencies, plural, rotary_slice, warn_caller
 from ..engine.core.call import Act, Impl, Pairs, Positions
-from ..engine.encode.validate import WHOLE_PACK, check_input, check_pairs, rotary_slice
+from ..engine.encode.validate import WHOLE_PACK, check_input, check_pairs
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, unpack_positions
 from ..frequencies.axial import AxisOrder, sequence_omega
 from ..norm import Norm
@@ -400,11 +400,15 @@ class PresetMd(FrequencyModule):
     def _axes_advice(self, positions: Any, found: int) -> str:
         if not isinstance(positions, Grid):
             return f"; pass coordinates on {plural(self.num_axes, 'axis')}, or module.positions(...)"
+        has_rule = self._place(positions.shape) is not None
+        return f"; pass {_name_positions(positions)}" if has_rule else f"; use a scheme with {plural(found, 'axis')}"
+
+    def _place(self, shape: tuple[int, ...]) -> Grid | Coordinates | None:
+        """Return the positions of a grid, or None if the scheme has no rule for this shape."""
         try:
-            self.preset.positions(positions.shape)
-        except (TypeError, ValueError):  # the scheme has no rule for this shape
-            return f"; use a scheme with {plural(found, 'axis')}"
-        return f"; pass {_name_positions(positions)}"
+            return self.preset.positions(shape)
+        except (TypeError, ValueError):
+            return None
 
     def _check_rule(self, positions: Any) -> None:
         """Warn once per shape if a plain grid differs from the positions that the scheme defines."""
@@ -414,11 +418,8 @@ class PresetMd(FrequencyModule):
         if positions.num_axes != self.num_axes:  # an error, which says what to pass
             return
         checked.add(positions.shape)
-        try:
-            own = self.preset.positions(positions.shape)
-        except (TypeError, ValueError):  # the scheme has no rule for this shape
-            return
-        if not (type(own) is Grid and own.shape == positions.shape and is_plain_grid(own)):
+        own = self._place(positions.shape)
+        if own is not None and not (type(own) is Grid and own.shape == positions.shape and is_plain_grid(own)):
             warn_caller(
                 f"positions: expected positions from {self.preset.name!r}, which has its own rule, got a plain Grid; "
                 f"pass {_name_positions(positions)}"
@@ -427,12 +428,8 @@ class PresetMd(FrequencyModule):
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
         """Return the positions of a sequence, on the module's device.
 
-        Call this once per forward pass, not in every layer.
-
-        Args:
-            segments: parts of the sequence, in token order. A number stands for that many text, class or register
-                tokens, and a tuple for the shape of an image or a video.
-            options: see :meth:`lrpe_md.presets.Preset.positions`.
+        Call this once per forward pass, not in every layer. The arguments are the same as for
+        :meth:`lrpe_md.presets.Preset.positions`.
         """
         options.setdefault("device", next(iter(self._owned().values())).device)
         return self.preset.positions(*segments, **options)

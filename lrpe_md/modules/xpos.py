@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, show_value, split_pair
+from ..checks import check_dense, rotary_slice, show_value, split_pair
 from ..engine.core.call import Pairs, Positions
-from ..engine.encode.validate import check_pairs, locate, rotary_slice
+from ..engine.encode.validate import check_pairs, locate
 from ..reference import join_pairs
 
 __all__ = ["check_scale", "scale_xpos"]

@@ -56,9 +56,7 @@ class Tokens:
     start: float | None = None
 
     def __post_init__(self) -> None:
-        for name, number in (("length", self.length), ("axis", self.axis)):
-            if as_integer(number) is None or number < 0:
-                raise ValueError(f"{name}: expected a non-negative integer, got {show_value(number)}")
+        check_at_least(0, length=self.length, axis=self.axis)
         if self.rule not in RULES:
             raise ValueError(f"rule: expected one of {RULES}, got {show_value(self.rule)}")
         start = self.start
@@ -291,10 +289,8 @@ def pad(
     sample.
 
     Args:
-        samples: one layout (N, K) per sample.
+        samples, device: see :func:`pack`.
         num_tokens: N. The default is the length of the longest sample.
-        device: device of the result. The default is the device of the first coordinates, or the CPU if there are only
-            grids.
     """
     rows = _samples(samples, device)
     longest = max(part.num_tokens for part in rows)
@@ -399,12 +395,8 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
         largest: list[Any] = [larger(*ends) + 1 for ends in _ends(segment.grid)] or [0.0] * num_axes
         return segment.grid.offset([running - largest[j] if j in axes else 0.0 for j in range(num_axes)]), running
     placed = segment.grid.offset([running if axis in axes else 0.0 for axis in range(num_axes)])
-    if segment.advance is None:
-        ends = _ends(placed)
-        behind: list[Any] = [larger(*ends[axis]) + 1 for axis in axes] if ends else []
-    else:
-        ends = _ends(segment.grid)
-        behind = [running + larger(*ends[axis]) + 1 for axis in segment.advance] if ends else []
+    ends, advance = _ends(segment.grid), axes if segment.advance is None else segment.advance
+    behind: list[Any] = [running + larger(*ends[axis]) + 1 for axis in advance] if ends else []
     moved: Any = reduce(larger, behind) if behind else running
     return placed, math.ceil(moved) if segment.whole else moved
 

@@ -268,10 +268,6 @@ class Operator(ABC):
         """Return the call and its inputs with the rows and learned tensors replaced."""
 
     @abstractmethod
-    def gather(self, call: Any, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]) -> Any:
-        """Build the inputs of a call from its rows and its learned tensors."""
-
-    @abstractmethod
     def read_needs(self, needs_gradients: Sequence[bool]) -> Any:
         """Build a ``needs`` tuple from flags that say whether each learned tensor needs a gradient."""
 
@@ -345,7 +341,7 @@ class Operator(ABC):
                 if t is not None and t.requires_grad:
                     if torch.compiler.is_compiling():
                         tensors = separate(tensors)
-                    return _Run.apply((self, call, len(rows), options, direct), *tensors)
+                    return _Run.apply((self, call, inputs, options, direct), *tensors)
         out = self.forward(call, inputs, options, direct)
         return tuple(out[: len(rows)] if call.spec.dim == -2 else out)  # without softmax statistics
 
@@ -461,6 +457,10 @@ class Operator(ABC):
 
     def _run_reference_backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         call, inputs, _, needs = self._read_backward(args)
+        return self.run_reference_backward(call, grads, inputs, needs)
+
+    def run_reference_backward(self, call: Any, grads: Sequence[Tensor], inputs: Any, needs: Any) -> list[Tensor]:
+        """Use the reference to compute the results of the backward operator."""
         with enable_recording():
             gradients = self.differentiate(call, inputs, grads, needs)
         shapes = self.shape_gradients(call, inputs, grads)
@@ -495,14 +495,13 @@ def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 class _Run(torch.autograd.Function):
     """Autograd function whose tensor arguments are the rows and the learned tensors.
 
-    ``settings`` are the operator, the call, the number of rows, and the options and ``direct`` of its forward pass.
+    ``settings`` are the operator, the call, its inputs, and the options and ``direct`` of its forward pass.
     """
 
     @staticmethod
     def forward(ctx, settings, *tensors):
-        operator, call, num_rows, options, direct = settings
-        inputs = operator.gather(call, tensors[:num_rows], tensors[num_rows:])
-        num_outputs = num_rows
+        operator, call, inputs, options, direct = settings
+        num_rows = num_outputs = operator.num_rows or len(inputs)
         if options:
             options, num_outputs = operator.keep_for_backward(call, inputs, options, direct)
         out = operator.forward(call, inputs, options, direct)

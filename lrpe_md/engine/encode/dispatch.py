@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import split_pair
+from ...checks import rotary_slice, split_pair
 from ...norm import Norm
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...positions.sequences import Packed, refuse_mixing
 from ...reference import activate
-from ..core.call import NO_TABLES, NO_WEIGHTS, Call, CallerTables, NormOptions, Options, Tables, Weights
+from ..core.call import NO_TABLES, NO_WEIGHTS, Call, CallerTables, Options, Tables, Weights
 from ..core.memory import accumulator, memory_order
 from ..core.norms import apply_norm, of_tensor, take_norm
 from ..core.operator import cache_call, call_cache, is_direct, is_plain, make_key, use_triton
 from .operator import ENCODE, run_in_place
 from .output import Target, check_places, check_target, write
 from .tables import TABLE_NAMES
-from .validate import check_act, check_input, rotary_slice, validate
+from .validate import check_act, check_input, validate
 from .views import encode_packed, order_outs, unpack_positions
 
 
@@ -99,7 +99,7 @@ def _call_key(
         return direct, None
     for option in options:
         kind = type(option)
-        if not (option is None or kind is str or kind is int or kind is NormOptions):  # because 1.0 and True equal 1
+        if not (option is None or kind is str or kind is int or kind is Norm):  # because 1.0 and True equal 1
             return direct, None
     if has_tables:
         (cos, _, inverse), prefix = positions

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..core import launching
-from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Needs
+from ..core.call import NO_COS_SIN, NO_NEEDS, NO_WEIGHTS, Call, Needs
 from ..core.memory import accumulator
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
@@ -76,11 +76,8 @@ def _drop_norm(call: Call) -> Call:
     return call._replace(spec=call.spec.without_norm(), weights=NO_WEIGHTS, launches=None)
 
 
-_NO_NEEDS = Needs()
-
-
 def _run_heads(
-    call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
+    call: Call, rows: Rows, needs: Needs = NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
     """Implement :func:`lrpe_md.engine.encode.launch.launch_rows` for a norm over all heads."""
     xs, dys = rows.xs, rows.dys

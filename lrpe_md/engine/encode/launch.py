@@ -14,7 +14,7 @@ from triton.compiler import CompiledKernel
 
 from .. import kernels
 from ..core import launching
-from ..core.call import NO_TABLES, Call, Needs, Variant, Weights
+from ..core.call import NO_NEEDS, NO_TABLES, Call, Needs, Variant, Weights
 from ..core.memory import accumulator, like_in_memory, strides_in_memory
 from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
@@ -22,7 +22,6 @@ from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
 from ..kernels.signature import pack_numbers
 from .plan import Pass, Work, plan, share_rows
 
-_NO_NEEDS = Needs()
 Strides = tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and of k in x, dy and the output
 
 lrpe_kernel: Any = kernels.lrpe_kernel
@@ -41,7 +40,7 @@ def forward(
         if launch is not None:
             return run_launch(launch, call, Rows(xs, [], []), xs[0].dtype)[0]
     xs, dtype = launching.materialise(*xs), xs[0].dtype
-    readable_call = use_affine_if_large(launching.make_readable(call), dtype, _NO_NEEDS)
+    readable_call = use_affine_if_large(launching.make_readable(call), dtype, NO_NEEDS)
     stats = []
     with launching.current_device(xs[0]):
         if call.spec.dim == -2:
@@ -154,7 +153,7 @@ def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
 
 
 def launch_rows(
-    call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
+    call: Call, rows: Rows, needs: Needs = NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
     """Launch the kernel on one tensor, or on q and k. Return the outputs and the partial sums.
 
@@ -168,7 +167,7 @@ def launch_rows(
 
 
 def find_launch(
-    call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = _NO_NEEDS, prepare: Callable[..., Launch] | None = None
+    call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = NO_NEEDS, prepare: Callable[..., Launch] | None = None
 ) -> Launch:
     """Return the launch for these strides and addresses, or prepare one with :func:`prepare_launch` if there is none.
 

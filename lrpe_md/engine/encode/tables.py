@@ -68,7 +68,12 @@ def take_tables(
             f"prefix: expected 0 without tables, got {show_value(prefix)}; a Grid or Coordinates has its own prefix"
         )
     if not (omega is positions is phase is amplitude is None):
-        _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
+        others = {"omega": omega, "positions": positions, "phase": phase, "amplitude": amplitude}
+        name, value = next((name, value) for name, value in others.items() if value is not None)
+        raise ValueError(
+            f"{name}: expected None with tables, which already contain cos and sin, got {type(value).__name__}; "
+            f"leave out tables or {name}"
+        )
     num_prefix = None if prefix is None else as_integer(prefix)
     if prefix is not None and (num_prefix is None or isinstance(prefix, bool) or num_prefix < 0):
         raise ValueError(
@@ -89,15 +94,6 @@ def take_tables(
     if sin is None:
         check_dense(SIN, sin, FORM)
     return CallerTables(CosSin(cos, sin, inverse), num_prefix)
-
-
-def _refuse_beside_tables(**others: Any) -> None:
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}: expected None with tables, which already contain cos and sin, got {type(value).__name__}; "
-                f"leave out tables or {name}"
-            )
 
 
 def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:

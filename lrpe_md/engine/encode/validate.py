@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ...checks import as_integer, check_dense, check_precise, fleeting, invalid_positions, show_value
+from ...checks import check_dense, check_precise, fleeting, invalid_positions, rotary_slice, show_value
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS, MAPS
@@ -25,7 +25,7 @@ from ..core.call import (
     Tables,
     Weights,
 )
-from ..core.norms import check_weights
+from ..core.norms import check_weights, norm_fields
 from .tables import TRANSPOSE, check_tables
 
 ORDERS = get_args(Order)
@@ -115,8 +115,8 @@ def _specify(options: Options, head_dim: int) -> Spec:
     else:
         check_unused(options, "order")
         pairs, sections = check_pairs(options.pairs, channels)
-    norm: Any = () if options.norm is None else options.norm
-    return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, *norm)
+    fields = norm_fields(options.norm)
+    return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, **fields)
 
 
 _UNUSED = {"pairs": "half", "order": "cos_sin", "rotary_dim": None}  # default values of options that not every map has
@@ -173,14 +173,10 @@ def _lay_out_amplitude(value: Any, channels: int, device: torch.device) -> Tenso
         raise ValueError(f"amplitude: expected a finite number, got {show_value(value)}")
     if value == 1:
         return None
-    if torch.compiler.is_compiling() or fleeting() or _is_capturing(device):
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # a CUDA graph
+    if is_capturing or torch.compiler.is_compiling() or fleeting():
         return torch.full((1, channels), value, dtype=torch.float64, device=device)
     return _make_constant(float(value), channels, device)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @cache  # unlimited, because a CUDA graph may hold the address
@@ -227,33 +223,6 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
                 f"{name}: expected 1 head or the number of key heads, a divisor of x's {tensor.shape[1]} heads, got "
                 f"{t.shape[0]} in a tensor of shape {tuple(t.shape)}"
             )
-
-
-def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = True) -> tuple[int, int]:
-    """Return the first mapped channel and the number of mapped channels. Set ``even`` if this number must be even."""
-    if rotary_dim is None:
-        start, stop = 0, head_dim
-        if even and head_dim % 2:
-            raise ValueError(
-                f"head_dim: expected an even number, got {head_dim}. Channels are rotated in pairs; rotate an even "
-                "number of channels with rotary_dim=, or use the cosine map"
-            )
-    elif isinstance(rotary_dim, slice):
-        if rotary_dim.step not in (None, 1):
-            raise ValueError(f"rotary_dim: expected a slice with step 1, got {rotary_dim}")
-        start, stop, _ = rotary_dim.indices(head_dim)
-    else:
-        start, stop = 0, None if isinstance(rotary_dim, bool) else as_integer(rotary_dim)
-        if stop is None:
-            raise TypeError(f"rotary_dim: expected a number of channels, a slice or None, got {show_value(rotary_dim)}")
-    if not even and not 0 <= start < stop <= head_dim:
-        raise ValueError(f"rotary_dim: expected a width from 1 to head_dim = {head_dim}, got {show_value(rotary_dim)}")
-    if not (0 <= start < stop <= head_dim and (not even or (stop - start) % 2 == 0)):
-        raise ValueError(
-            f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {show_value(rotary_dim)} "
-            f"({stop - start} channels)"
-        )
-    return start, stop - start
 
 
 def remedy_layout(x: Tensor, positions: Any) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...norm import Norm
 from ...reference_linear import Attention
-from ..core.call import NO_WEIGHTS, Act, Impl, Layout, NormOptions, Options, Order, Pairs, Spec, Tables, Weights
+from ..core.call import NO_WEIGHTS, Act, Impl, Layout, Options, Order, Pairs, Spec, Tables, Weights
 
 MapOrNone = Literal["cosine", "rotate"] | None
 NormalizerName = Literal["unrotated", "encoded", "none"]
@@ -33,7 +33,7 @@ class LinearOptions(NamedTuple):
     eps: float = 1e-6
     return_state: bool = False
     impl: Impl = "auto"
-    norm: NormOptions | None = None
+    norm: Norm | None = None  # without its weight and bias
     rule: Rule = "add"
     directions: Directions = "forward"
 

@@ -14,7 +14,7 @@ from ...positions.grid import Grid
 from ...positions.sequences import Packed
 from ...reference import activate, no_autocast
 from ...reference_linear import Features, attend_encoded, zero_gated_tokens
-from ..core.call import NO_TABLES, NO_WEIGHTS, NormOptions, Tables, Weights
+from ..core.call import NO_TABLES, NO_WEIGHTS, Tables, Weights
 from ..core.norms import apply_norm, take_norm
 from ..core.operator import cache_call, call_cache, is_direct, is_sharded, make_key
 from ..encode.dispatch import is_laid_out
@@ -103,7 +103,14 @@ def run_encoded(
     check_gate(gate, k)
     k, v = zero_gated_tokens(gate, k, v)  # before the encoding, which would propagate NaN
     if norm is not None:
-        q, k = _normalise_first(options, q, k, norm, sides.positions)
+        check_input("k", k, q, other_length=True)
+        if is_sharded(q, k):
+            raise ValueError(
+                "norm: expected None with DTensors and an encoding without describe(); normalise q and k first"
+            )
+        own_options, weights = take_norm(options, norm, 2)
+        dtype = q.dtype
+        q, k = (x.to(dtype) for x in apply_norm(own_options, weights, (q, k), sides.positions))
     q_hat, k_hat = encoding(q, k, positions=sides.positions)
     plain_options, encoded = options._replace(map=None, act="none", dim=None), Operands(q_hat, k_hat, v, *operands[3:])
     if options.dim == -2:
@@ -128,17 +135,6 @@ def run_encoded(
     return (o, pack_state(final_state)) if options.return_state else o
 
 
-def _normalise_first(options: LinearOptions, q: Tensor, k: Tensor, norm: Norm, positions: Any) -> tuple[Tensor, Tensor]:
-    check_input("k", k, q, other_length=True)
-    if is_sharded(q, k):
-        raise ValueError(
-            "norm: expected None with DTensors and an encoding without describe(); normalise q and k first"
-        )
-    options, weights = take_norm(options, norm, 2)
-    q_norm, k_norm = apply_norm(options, weights, (q, k), positions)
-    return q_norm.to(q.dtype), k_norm.to(k.dtype)
-
-
 def pack_state(tensors: Sequence[Tensor]) -> State:
     """Return (S, Σ), or (S, None) if there is no Σ."""
     return tensors[0], tensors[1] if len(tensors) > 1 else None
@@ -161,7 +157,7 @@ def _call_key(
     if not direct or type(phase) is tuple or not can_cache:
         return direct, None
     for option in options:
-        if not (option is None or type(option) in (str, int, bool, float, NormOptions)):
+        if not (option is None or type(option) in (str, int, bool, float, Norm)):
             return direct, None
     if amplitude is not None and not is_laid_out(amplitude):
         return direct, None

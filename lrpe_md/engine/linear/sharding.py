@@ -59,8 +59,11 @@ def run_shards(
     local = _localize(call, q, k)
     _check_blocks_of_ranks(call, q)
     partial_axes = _find_partial_axes(q, k)
+    if gate is not None:
+        dims = {BATCH: 0, TOKENS: 2} if gate.shape[1] == 1 else {BATCH: 0, HEADS: 1, TOKENS: 2}
+        gate = sharding.take_local(gate, k, dims, partial_axes)
     here = Operands(
-        _local(q, q), _local(k, q), _local(v, q), gate if gate is None else _local_gate(gate, k, partial_axes),
+        _local(q, q), _local(k, q), _local(v, q), gate,
         tuple(sharding.take_local(t, k, {BATCH: 0, HEADS: 1}, partial_axes) for t in state),
         decay if decay is None else _local_decay(decay, (call, local), k, partial_axes),
     )  # fmt: skip
@@ -348,11 +351,6 @@ def _local(x: Any, q: Any) -> Tensor:
     grads = [Partial() if i in partial_axes else p for i, p in enumerate(x.placements)]
     # This is needed even if no data moves, because its backward pass gives the summed gradient the placements of x.
     return x.redistribute(x.device_mesh, x.placements).to_local(grad_placements=grads)
-
-
-def _local_gate(gate: Any, k: Any, partial_axes: list[int]) -> Tensor:
-    dims = {BATCH: 0, TOKENS: 2} if gate.shape[1] == 1 else {BATCH: 0, HEADS: 1, TOKENS: 2}
-    return sharding.take_local(gate, k, dims, partial_axes)
 
 
 def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, partial_axes: list[int]) -> Tensor:

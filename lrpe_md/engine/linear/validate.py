@@ -24,7 +24,7 @@ from ...reference import ACTIVATIONS
 from ...reference_linear import Attention
 from ..core.call import NO_WEIGHTS, Call, Layout, Spec, Tables, Weights
 from ..core.memory import accumulator
-from ..core.norms import check_weights
+from ..core.norms import check_weights, norm_fields
 from ..core.operator import check_impl
 from ..encode.tables import explain_missing
 from ..encode.validate import WHOLE_PACK, check_act, check_input, check_unused, locate, validate
@@ -54,12 +54,10 @@ def validate_linear(
         raise ValueError(
             f"k: expected the same number of tokens as q ({q.shape[2]}) with a causal or block mask, got {k.shape[2]}"
         )
-    cu_seqlens = _check_cu_seqlens(sides.cu_seqlens, q, attention.mask, has_position_pair)
+    if sides.cu_seqlens is not None:
+        _check_cu_seqlens(sides.cu_seqlens, q, attention.mask, has_position_pair)
     q_side, k_side = _place_sides(options, q, k, sides)
-    spec = q_side.spec
-    if options.norm is not None:
-        kind, over, eps, offset = options.norm
-        spec = spec._replace(norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
+    spec = q_side.spec._replace(**norm_fields(options.norm))
     if attention.mask == "block":
         _check_blocks(q_side.layout, sides.positions, attention.block)
     if decay is not None:
@@ -67,7 +65,7 @@ def validate_linear(
     if attention.memory == "add" and attention.block == 1 and not any(q_side.layout.ends):
         attention = attention._replace(mask="causal", block=0)
     call = LinearCall(
-        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens, None, weights
+        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, sides.cu_seqlens, None, weights
     )
     _check_state(call, operands)
     if options.norm is not None:
@@ -225,9 +223,7 @@ def check_gate(gate: Any, k: Tensor) -> None:
         )
 
 
-def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: bool) -> Tensor | None:
-    if cu_seqlens is None:
-        return None
+def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: bool) -> None:
     check_boundaries(cu_seqlens, q, "q")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected packed sequences in q of shape (1, H, N, D), got {tuple(q.shape)}")
@@ -236,7 +232,6 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: 
     if has_position_pair:
         raise ValueError("positions: expected the same positions for q and k with cu_seqlens, got a pair")
     check_offsets(cu_seqlens, q.shape[2])
-    return cu_seqlens
 
 
 def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
