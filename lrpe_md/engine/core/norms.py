@@ -63,10 +63,8 @@ def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
     return (*parts, None)[:2]
 
 
-def norm_fields(norm: Norm | None) -> dict[str, Any]:
+def norm_fields(norm: Norm) -> dict[str, Any]:
     """Return the fields of a :class:`Spec` that describe a norm."""
-    if norm is None:
-        return {}
     return {"norm": norm.kind, "norm_over": norm.over, "norm_eps": norm.eps, "norm_offset": norm.offset}
 
 

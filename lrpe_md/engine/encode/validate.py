@@ -97,7 +97,7 @@ def validate(
             )
     if options.norm is not None:
         check_weights(options, weights, xs, layout)
-    return Call(spec, layout, tables._replace(omega=omega, phase=phase, amplitude=amplitude), None, weights)
+    return Call(spec, layout, Tables(omega, phase, *tables[2:6], amplitude), None, weights)
 
 
 def _specify(options: Options, head_dim: int) -> Spec:
@@ -115,7 +115,7 @@ def _specify(options: Options, head_dim: int) -> Spec:
     else:
         check_unused(options, "order")
         pairs, sections = check_pairs(options.pairs, channels)
-    fields = norm_fields(options.norm)
+    fields: Any = {} if options.norm is None else norm_fields(options.norm)
     return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, **fields)
 
 

@@ -57,7 +57,7 @@ def validate_linear(
     if sides.cu_seqlens is not None:
         _check_cu_seqlens(sides.cu_seqlens, q, attention.mask, has_position_pair)
     q_side, k_side = _place_sides(options, q, k, sides)
-    spec = q_side.spec._replace(**norm_fields(options.norm))
+    spec = q_side.spec if options.norm is None else q_side.spec._replace(**norm_fields(options.norm))
     if attention.mask == "block":
         _check_blocks(q_side.layout, sides.positions, attention.block)
     if decay is not None:
