@@ -116,18 +116,14 @@ def show(
         _check_text(made, text)
         _check_index("head", head, max(made.omega.shape[0], made.num_heads), scheme)
         size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
-        reference: Any = getattr(model, "reference", None) if isinstance(model, Module) else None
-        placement = {"reference": reference(size) if callable(reference) else reference, **options}
+        placement = options if "reference" in options else {**options, "reference": _find_reference(model, size)}
 
         def locate(*segments: Any) -> Grid | Coordinates:
             positions = made.positions(*segments, **placement)
             return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
 
         layout = data.lay_out_tokens(locate, size, text, made.scheme.row_major)
-        if token is not None and not (isinstance(token, (tuple, list)) and all(isinstance(i, int) for i in token)):
-            raise TypeError(f"token: expected grid coordinates, such as {layout.centre}, got {token!r}")
-        marked = layout.centre if token is None else tuple(token)
-        layout.index(marked)  # raises an error if the token is not on the grid
+        marked = layout.centre if token is None else _check_token(token, layout)
         for channel in channels:
             _check_index("channels", channel, made.omega.shape[1])
         return make_view(subject, layout, marked, head, channels=channels, maps=maps, options=placement)
@@ -176,6 +172,13 @@ def _check_index(name: str, value: Any, number: int, scheme: Any = None) -> None
         raise ValueError(f"{name}: expected 0 to {number - 1}, got {value!r}{hint}")
 
 
+def _check_token(token: Any, layout: data.TokenLayout) -> tuple[int, ...]:
+    if not isinstance(token, (tuple, list)) or not all(isinstance(i, int) for i in token):
+        raise TypeError(f"token: expected grid coordinates, such as {layout.centre}, got {token!r}")
+    layout.index(token)
+    return tuple(token)
+
+
 def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
     expected = "shape: expected (N,), (H, W) or (T, H, W), got"
     size = shape if isinstance(shape, int) and shape > 0 else 14
@@ -194,6 +197,12 @@ def _find_encoding(scheme: Any) -> Any:
     if isinstance(scheme, Module) and isinstance(getattr(scheme, "encoding", None), Module):
         scheme = scheme.encoding
     return {f"layer {i}": each for i, each in enumerate(scheme)} if isinstance(scheme, ModuleList) else scheme
+
+
+def _find_reference(model: Any, shape: tuple[int, ...]) -> Any:
+    """Return the size to which a model rescales a grid, or None."""
+    reference: Any = getattr(model, "reference", None) if isinstance(model, Module) else None
+    return reference(shape) if callable(reference) else reference
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:

@@ -90,15 +90,19 @@ def _split_packed(sides: Sides) -> Sides:
 
 
 def run_encoded(
-    options: LinearOptions, operands: Operands, encoding: Callable[..., Any], sides: Sides, norm: Norm | None = None
-) -> Any:
+    encoding: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, positions: Any, *, gate: Tensor | None,
+    cu_seqlens: Tensor | None, state: Any, decay: Tensor | None, norm: Norm | None, **others: Any,
+) -> Any:  # fmt: skip
     """Run linear attention on the outputs q̂ and k̂ of ``encoding(q, k, positions=positions)``.
 
     If there is a norm, PyTorch operators apply it to q and k first. With normalizer "unrotated", the reference runs,
-    because the operators don't accept both q̄ and q̂.
+    because the operators don't accept both q̄ and q̂. ``others`` are the other arguments of
+    :func:`lrpe_md.linear_attention`.
     """
-    sides = _split_packed(sides) if type(sides.positions) is Packed else sides
-    q, k, v, gate, state, decay = operands
+    options = LinearOptions(None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), **others)
+    sides, state = Sides(positions=positions, cu_seqlens=cu_seqlens), as_state(state)
+    sides = _split_packed(sides) if type(positions) is Packed else sides
+    operands = Operands(q, k, v, gate, state, decay)
     check_input("q", q, q, packed=PACKED)
     check_gate(gate, k)
     k, v = zero_gated_tokens(gate, k, v)  # before the encoding, which would propagate NaN
