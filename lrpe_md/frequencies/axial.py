@@ -45,7 +45,7 @@ def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
 def _divide(
     axis_map: AxisMap, widths: Sequence[int], num_channels: int
 ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
-    """Return each axis's indices into theta, and its channels (None: one block of channels after the other)."""
+    """Return each axis's indices into theta, and its channels, or None if each axis has one block of channels."""
     num_axes = len(widths)
     if axis_map == "block":
         return [range(n) for n in widths], None

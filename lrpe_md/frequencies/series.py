@@ -60,7 +60,7 @@ def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: 
 
 
 def call_function(name: str, function: Callable[..., Tensor], args: dict[str, Any], shapes: tuple[Any, ...]) -> Tensor:
-    """Call a user's function. Raise a clear error for other parameters, or a result of a wrong shape or dtype."""
+    """Call a user's function. Raise a clear error if it rejects the arguments, or returns a wrong shape or dtype."""
     try:
         found = function(*args.values())
     except TypeError as error:

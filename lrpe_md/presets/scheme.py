@@ -522,7 +522,7 @@ class Preset:
         return f"pass positions=Grid({shape}{sides}), or "
 
     def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
-        """Call the scheme's grid function, and check the result. A grid without tokens does not call it."""
+        """Call the scheme's grid function, and check the result. For a shape without tokens, return an empty grid."""
         if 0 in shape:
             return Grid((0,) * self.num_axes)
         try:

@@ -194,7 +194,7 @@ class _Inputs:
             raise FallBackToOperator
         self.device = box.get_device()
         size = [_read_number(n) for n in box.get_size()]
-        box = ir.ExternKernel.realize_input(box)  # stored in memory
+        box = ir.ExternKernel.realize_input(box)  # makes Inductor store the tensor in memory
         box.freeze_layout()
         stride = [_read_number(n) for n in box.get_stride()]
         begin = 0 if _is_aligned(box) else 1

@@ -276,7 +276,7 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _KeepFirst(torch.autograd.Function):
-    """Identity function that keeps the gradient only on the first rank of a group, if all ranks have the same one."""
+    """Identity function that keeps the gradient only on the first rank, because all ranks have the same gradient."""
 
     @staticmethod
     def forward(ctx, t, group):
