@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -17,8 +19,18 @@ __all__ = [
     "a_or_an", "as_integer", "can_read", "check_at_least", "check_boundaries", "check_dense", "check_frequencies",
     "check_offsets", "check_one_of", "check_precise", "check_reference", "describe_positions", "explain_unknown",
     "find_similar", "fleeting", "invalid_positions", "is_finite_number", "is_real", "join_names", "or_one",
-    "plural", "repeat_over_layers", "show_value", "split_pair", "suggest",
+    "plural", "repeat_over_layers", "rotary_slice", "show_value", "split_pair", "suggest",
+    "warn_caller",
 ]  # fmt: skip
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and attribute the warning to the first stack frame outside this package and torch."""
+    level, packages = 2, (__name__.partition(".")[0], "torch")
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
@@ -225,6 +237,33 @@ def check_dense(name: str, value: Any, form: str, x: Tensor | None = None, owner
         raise TypeError(f"{name}: expected a dense tensor of shape {form}, got {value.layout}; call to_dense()")
     if x is not None and value.device != x.device:
         raise ValueError(f"{name}: expected a tensor on {owner}'s device {x.device}, got {value.device}")
+
+
+def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = True) -> tuple[int, int]:
+    """Return the first mapped channel and the number of mapped channels. Set ``even`` if this number must be even."""
+    if rotary_dim is None:
+        start, stop = 0, head_dim
+        if even and head_dim % 2:
+            raise ValueError(
+                f"head_dim: expected an even number, got {head_dim}. Channels are rotated in pairs; rotate an even "
+                "number of channels with rotary_dim=, or use the cosine map"
+            )
+    elif isinstance(rotary_dim, slice):
+        if rotary_dim.step not in (None, 1):
+            raise ValueError(f"rotary_dim: expected a slice with step 1, got {rotary_dim}")
+        start, stop, _ = rotary_dim.indices(head_dim)
+    else:
+        start, stop = 0, None if isinstance(rotary_dim, bool) else as_integer(rotary_dim)
+        if stop is None:
+            raise TypeError(f"rotary_dim: expected a number of channels, a slice or None, got {show_value(rotary_dim)}")
+    if not even and not 0 <= start < stop <= head_dim:
+        raise ValueError(f"rotary_dim: expected a width from 1 to head_dim = {head_dim}, got {show_value(rotary_dim)}")
+    if not (0 <= start < stop <= head_dim and (not even or (stop - start) % 2 == 0)):
+        raise ValueError(
+            f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {show_value(rotary_dim)} "
+            f"({stop - start} channels)"
+        )
+    return start, stop - start
 
 
 def is_real(t: Tensor) -> bool:

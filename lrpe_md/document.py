@@ -15,13 +15,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from .checks import check_dense, rotary_slice
 from .engine.core.call import Act, Call, Impl, Needs, Options, Pairs, Positions
 from .engine.core.operator import is_direct, use_triton
 from .engine.encode.dispatch import run_encoding
 from .engine.encode.operator import ENCODE
 from .engine.encode.tables import replace_angles, store_angles
-from .engine.encode.validate import check_input, rotary_slice, validate
-from .engine.encode.views import encode_packed
+from .engine.encode.validate import check_input, validate
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
 from .functional import cosine, rotate
 from .positions.grid import Grid
@@ -139,20 +139,12 @@ def lrpe_rotate_1d(
         cu_seqlens: boundaries (S + 1,) of sequences packed end to end in x (1, H, N, D) or (N, H, D). The result has
             the shape of x. Positions restart at ``offset`` in each sequence, and ``offset`` may have shape (S,). See
             :func:`lrpe_md.positions.packed_positions`.
-        rotary_dim: channels to rotate, as a slice or as an int R for the first R channels.
-        pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
+        rotary_dim, pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
 
     Other arguments, differentiability and errors are the same as in :func:`lrpe_md.rotate`.
     """
     xs = x if isinstance(x, tuple) else (x,)
-    if cu_seqlens is not None and any(isinstance(t, Tensor) and t.ndim == 3 for t in xs):
-        again: Any = partial(
-            lrpe_rotate_1d, theta=theta, offset=offset, cu_seqlens=cu_seqlens, act=act, dim=dim, rotary_dim=rotary_dim,
-            pairs=pairs, amplitude=amplitude, inverse=inverse, impl=impl,
-        )  # fmt: skip
-        return encode_packed(lambda *views: again(views[0] if len(views) == 1 else views), xs)
-    where: Any = {"offset": offset, "cu_seqlens": cu_seqlens, "inverse": inverse}
-    omega, positions = _place_text(xs, theta, dim, rotary_dim, **where)
+    omega, positions = _place_text(xs, theta, dim, rotary_dim, offset=offset, cu_seqlens=cu_seqlens, inverse=inverse)
     options = Options("rotate", act, dim, pairs, rotary_dim, impl=impl)
     return run_encoding(options, xs, omega, positions, amplitude=amplitude)
 
@@ -205,8 +197,9 @@ def _place_text(
     xs: tuple[Tensor, ...], theta: Tensor, dim: int | None, rotary_dim: int | slice | None, *,
     offset: int | Tensor = 0, cu_seqlens: Tensor | None = None, inverse: bool = False,
 ) -> tuple[Tensor, Positions]:  # fmt: skip
+    is_packed = cu_seqlens is not None and any(isinstance(x, Tensor) and x.ndim == 3 for x in xs)
     for x in xs:
-        check_input("x", x, x, packed="cu_seqlens")
+        check_dense("x", x, "(N, H, D)") if is_packed else check_input("x", x, x, packed="cu_seqlens")
     if not xs or not isinstance(theta, Tensor):
         name, expected, got = ("theta", "a tensor", theta) if xs else ("x", "one tensor or two (q, k)", xs)
         raise TypeError(f"{name}: expected {expected}, got {type(got).__name__}")

@@ -9,7 +9,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from .engine.core.call import Act, Impl, Options, Order, Pairs, Positions
-from .engine.encode.dispatch import run_encoding, run_part
+from .engine.encode.dispatch import run_encoding
 from .engine.encode.output import take_target
 from .engine.encode.tables import take_tables
 from .engine.encode.views import Packed, encode_qkv
@@ -149,8 +149,6 @@ def cosine(
     where: Any = positions
     if tables is not None or omega is None or positions is None or prefix:
         where = take_tables(xs, tables, prefix, False, omega, positions, phase, amplitude)
-    if rotary_dim is not None:
-        return run_part(options, xs, omega, where, phase, amplitude, norm, target)
     return run_encoding(options, xs, omega, where, phase, amplitude, norm, target)
 
 

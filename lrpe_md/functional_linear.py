@@ -7,9 +7,17 @@ from typing import Literal, overload
 from torch import Tensor
 
 from .engine.core.call import Act, Impl, Order, Pairs, Positions
-from .engine.linear.call import Directions, LinearOptions, MapOrNone, NormalizerName, Rule, Sides, State
+from .engine.linear.call import (
+    Directions,
+    LinearOptions,
+    MapOrNone,
+    NormalizerName,
+    Operands,
+    Rule,
+    Sides,
+    State,
+)
 from .engine.linear.dispatch import as_state, run_linear_attention
-from .engine.linear.validate import TensorArguments
 from .norm import Norm
 from .positions.sequences import Packed
 
@@ -164,5 +172,5 @@ def linear_attention(
         map, act, dim, pairs, rotary_dim, order, normalizer, is_causal, block, eps, return_state, impl,
         rule=rule, directions=directions,
     )  # fmt: skip
-    given = TensorArguments(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
-    return run_linear_attention(options, given, Sides(omega, positions, phase, amplitude), norm)
+    operands = Operands(q, k, v, gate, as_state(state), decay)
+    return run_linear_attention(options, operands, Sides(omega, positions, phase, amplitude, cu_seqlens), norm)

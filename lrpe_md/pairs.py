@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check_at_least, check_dense
+from .checks import check_at_least, check_dense, rotary_slice
 from .engine.core.call import Pairs
-from .engine.encode.validate import check_pairs, rotary_slice
+from .engine.encode.validate import check_pairs
 from .reference import join_pairs, split_pairs
 
 __all__ = ["convert_pairs"]

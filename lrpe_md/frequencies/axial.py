@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import as_integer, check_at_least, check_dense, check_one_of, join_names, show_value
+from ..checks import as_integer, check_at_least, check_dense, check_one_of, join_names, show_value, warn_caller
 
 __all__ = [
     "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "check_split", "cut_blocks",
@@ -23,76 +22,58 @@ AxisMapName = Literal["block", "alternate", "chunk", "stride", "even_odd", "head
 AxisMap = AxisMapName | Sequence[Sequence[int]]
 
 
-def _owned(owners: list[int], num: int) -> list[list[int]]:
-    return [[c for c, owner in enumerate(owners) if owner == b] for b in range(num)]
-
-
-def _turns(widths: Sequence[int], num_channels: int) -> list[list[int]]:
-    return _owned([b for i in range(max(widths)) for b in range(len(widths)) if i < widths[b]], len(widths))
-
-
-def _strides(widths: Sequence[int], num_channels: int) -> list[list[int]]:
-    k = len(widths)
-    return _owned([c % k if c < k * widths[c % k] else 0 for c in range(num_channels)], k)
-
-
-class _AxisMap(NamedTuple):
-    """Rule for dividing C channels among axes. Each function in the rule takes the axis widths and C.
-
-    If ``channels`` is None, each axis fills one block of consecutive channels.
-    """
-
-    members: Callable[[Sequence[int], int], Sequence[Sequence[int]]]  # indices into theta for each axis
-    channels: Callable[[Sequence[int], int], list[list[int]]] | None = None  # the channels of each axis
-    has_one_series: bool = False  # the axes share a series that runs over all channels
-    is_even: bool = False  # the axes must have equal shares
-
-
-_MAPS = {
-    "block": _AxisMap(lambda widths, _: [range(n) for n in widths]),
-    "alternate": _AxisMap(lambda widths, _: [range(n) for n in widths], _turns),
-    "chunk": _AxisMap(
-        lambda widths, _: [range(sum(widths[:b]), sum(widths[: b + 1])) for b in range(len(widths))],
-        has_one_series=True,
-    ),
-    "stride": _AxisMap(_strides, _strides, has_one_series=True),
-    "even_odd": _AxisMap(
-        lambda widths, _: [range(b, b + len(widths) * n, len(widths)) for b, n in enumerate(widths)],
-        has_one_series=True,
-        is_even=True,
-    ),
-}
-AXIS_MAPS = tuple(_MAPS)  # axis maps within each head; "head" distributes whole heads
+AXIS_MAPS = get_args(AxisMapName)[:-1]  # axis maps within each head; "head" distributes whole heads
 
 
 def has_one_series(axis_map: AxisMap) -> bool:
     """Return whether the axes share a single series that runs over all channels."""
-    return not isinstance(axis_map, str) or (axis_map != "head" and _MAPS[axis_map].has_one_series)
+    return not isinstance(axis_map, str) or axis_map in ("chunk", "stride", "even_odd")
 
 
 def is_even(axis_map: AxisMap) -> bool:
     """Return whether the axis map requires equal shares."""
-    return isinstance(axis_map, str) and axis_map != "head" and _MAPS[axis_map].is_even
+    return axis_map == "even_odd"
 
 
 def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
     """Return the number of blocks of channels. Gaps can only go before, between and after blocks."""
     if not isinstance(axis_map, str):
         return len(axis_map)
-    return 1 if axis_map == "head" or _MAPS[axis_map].channels else num_axes
+    return 1 if axis_map in ("alternate", "stride", "head") else num_axes
 
 
-def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[list[int]]:
-    """Return the channels of each axis. The axes in a group alternate until each has filled its section."""
-    owners: list[int] = []
+def _divide(
+    axis_map: AxisMap, widths: Sequence[int], num_channels: int
+) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
+    """Return each axis's indices into theta, and its channels, or None if each axis has one block of channels."""
+    num_axes = len(widths)
+    if axis_map == "block":
+        return [range(n) for n in widths], None
+    if axis_map == "chunk":
+        return [range(sum(widths[:b]), sum(widths[: b + 1])) for b in range(num_axes)], None
+    if axis_map == "even_odd":
+        return [range(b, b + num_axes * n, num_axes) for b, n in enumerate(widths)], None
+    if axis_map == "alternate":
+        order = [b for i in range(max(widths)) for b in range(num_axes) if i < widths[b]]
+    elif axis_map == "stride":
+        order = [c % num_axes if c < num_axes * widths[c % num_axes] else 0 for c in range(num_channels)]
+    else:
+        order = _alternate_in_groups(axis_map, widths)
+    channels = [[c for c, owner in enumerate(order) if owner == b] for b in range(num_axes)]
+    return channels if has_one_series(axis_map) else [range(n) for n in widths], channels
+
+
+def _alternate_in_groups(axis_map: Sequence[Any], sections: Sequence[int]) -> list[int]:
+    """Return the axis of each channel. The axes in a group alternate until each has filled its section."""
+    order: list[int] = []
     for group in axis_map:
         left = {axis: sections[axis] for axis in group}
         while any(left.values()):
             for axis in group:
                 if left[axis]:
-                    owners.append(axis)
+                    order.append(axis)
                     left[axis] -= 1
-    return _owned(owners, len(sections))
+    return order
 
 
 def check_map(axis_map: Any, num_axes: int) -> None:
@@ -152,7 +133,6 @@ def check_split(split: Any, num_axes: int, owner: str = "the ") -> None:
 def warn_of_idle_axes(
     widths: Sequence[int],
     shares: Sequence[int] = (),
-    stacklevel: int = 3,
     remedy: str = "split= in lrpe_md.preset or encoding_kwargs",
 ) -> None:
     """Warn about axes without channels, on which positions have no effect.
@@ -160,17 +140,15 @@ def warn_of_idle_axes(
     Args:
         widths: number of channels or pairs per axis, slowest axis first.
         shares: share of each axis. An axis with a share of 0 has no channels on purpose, so it causes no warning.
-        stacklevel: ``stacklevel`` of the warning, counted from this function.
         remedy: argument to recommend for changing the shares.
     """
     shares = shares or [1] * len(widths)
     idle = [str(axis) for axis, share in enumerate(shares) if share and not widths[axis]]
     if idle:
-        warnings.warn(
+        warn_caller(
             f"head_dim: expected channels for each of the {len(widths)} axes, got {tuple(widths)}: positions on "
             f"{'axis' if len(idle) == 1 else 'axes'} {join_names(idle, 'and')} have no effect. Use a larger head_dim "
-            f"or fewer axes, or choose each axis's share with {remedy}",
-            stacklevel=stacklevel,
+            f"or fewer axes, or choose each axis's share with {remedy}"
         )
 
 
@@ -255,13 +233,8 @@ def axial_omega(
     else:
         sections = _read_counts(f"sections: expected a width for each of the {num_axes} axes", sections, num_axes)
         widths = [sections[axis] for axis in order]
-    if isinstance(axis_map, str):
-        rule, blocks = _MAPS[axis_map], widths
-        members = rule.members(widths, num_channels)
-        channels = None if rule.channels is None else rule.channels(widths, num_channels)
-    else:
-        members = channels = _groups(axis_map, widths)
-        blocks = [sum(widths[axis] for axis in set(group)) for group in axis_map]
+    members, channels = _divide(axis_map, widths, num_channels)
+    blocks = widths if isinstance(axis_map, str) else [sum(widths[axis] for axis in set(group)) for group in axis_map]
     width = sum(map(len, members))
     if width > num_channels:
         raise ValueError(f"sections: expected at most {num_channels} channels in total, got {tuple(sections or ())}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import check_at_least, find_similar, is_finite_number
+from ..checks import check_at_least, find_similar, is_finite_number, warn_caller
 from .scalings import dynamic_ntk_scaling, linear_scaling, llama3_scaling, longrope_scaling, ntk_scaling, yarn_scaling
 from .series import geometric_theta
 
@@ -202,7 +201,7 @@ def _checked_fields(rope_parameters: Mapping[str, Any] | None) -> Mapping[str, A
         )
     for name in fields:
         if name not in FIELDS and (close := find_similar(name, FIELDS)):
-            warnings.warn(f"rope_parameters: the field {name!r} is ignored; did you mean {close!r}?", stacklevel=3)
+            warn_caller(f"rope_parameters: the field {name!r} is ignored; did you mean {close!r}?")
     kind = _type(fields)
     if kind not in RULES:
         raise ValueError(f"rope_type: expected one of {tuple(RULES)}, got {kind!r}")

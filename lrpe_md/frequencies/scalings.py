@@ -182,9 +182,7 @@ def dype_yarn_scaling(
     Close to t = 0, this function differs from the authors' code if all frequencies lie on one side of a ramp. In that
     case, the authors' ramp flips and treats the frequencies as if they were on the other side.
 
-    Args:
-        factor: length divided by the training length. If the factor is at most 1, theta is unchanged.
-        time: diffusion time t, from 1 (noise) to 0. A scalar tensor on a GPU stays on the GPU, so nothing synchronises.
+    factor, time: see :func:`dype_ntk_scaling`.
 
     The amplitude is 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
     """

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_dense, is_finite_number
+from ..checks import check_at_least, check_dense, check_precise, is_finite_number, join_names
 
-__all__ = ["apply_scaling", "geometric_theta", "head_bands_theta", "log_linspace_theta", "period_theta"]
+__all__ = [
+    "apply_scaling", "call_function", "geometric_theta", "head_bands_theta", "log_linspace_theta", "period_theta",
+]  # fmt: skip
 
 
 def geometric_theta(
@@ -54,6 +57,25 @@ def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: 
     """
     check_at_least(1, num=num, num_heads=num_heads)
     return geometric_theta(num_heads * num, base, dtype=dtype).reshape(num_heads, num)
+
+
+def call_function(name: str, function: Callable[..., Tensor], args: dict[str, Any], shapes: tuple[Any, ...]) -> Tensor:
+    """Call a user's function. Raise a clear error if it rejects the arguments, or returns a wrong shape or dtype."""
+    try:
+        found = function(*args.values())
+    except TypeError as error:
+        raise TypeError(f"{name}: expected a function ({', '.join(args)}), got {function}: {error}") from error
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"{name}: expected a function that returns a tensor, got {type(found).__name__} from {function}"
+        )
+    check_precise(name, found.dtype)
+    if found.shape not in shapes:
+        expected = join_names(map(str, dict.fromkeys(shapes)), "or")
+        raise ValueError(
+            f"{name}: expected a function that returns a tensor of shape {expected}, got {tuple(found.shape)}"
+        )
+    return found
 
 
 def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:

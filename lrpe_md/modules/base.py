@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import dropwhile
@@ -16,27 +15,27 @@ from ..checks import (
     as_integer,
     can_read,
     check_at_least,
-    check_dense,
     check_frequencies,
     check_one_of,
     check_precise,
     explain_unknown_keyword,
     is_real,
-    or_one,
     plural,
+    rotary_slice,
     show_value,
     suggest,
+    warn_caller,
 )
 from ..engine.core.call import Act, Impl, Order, Pairs, Positions
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import explain_missing, find_positional
-from ..engine.encode.validate import WHOLE_PACK, check_act, remedy_layout, rotary_slice
+from ..engine.encode.validate import WHOLE_PACK, check_act, remedy_layout
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
 from ..engine.linear.call import Description
 from ..frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega, cut_blocks, warn_of_idle_axes
 from ..frequencies.dense import mixed_omega
-from ..frequencies.series import geometric_theta
+from ..frequencies.series import call_function, geometric_theta
 from ..functional import cosine, rotate
 from ..norm import Norm
 from ..positions.grid import Grid
@@ -53,12 +52,11 @@ BUILT_FROM = {"axis_order", "base", "frequencies", "learnable", "preset", "seed"
 DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # from RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
 
-def warn_of_shared_heads(num_heads: int, owner: str, remedy: str, stacklevel: int) -> None:
+def warn_of_shared_heads(num_heads: int, owner: str, remedy: str) -> None:
     """Warn that ``num_heads`` does not give each head its own learned frequencies."""
-    warnings.warn(
+    warn_caller(
         f"num_heads: expected 1, got {num_heads}. All heads share the learned frequencies of {owner}; to learn "
-        f"separate frequencies for each head, {remedy}",
-        stacklevel=stacklevel + 1,
+        f"separate frequencies for each head, {remedy}"
     )
 
 
@@ -264,7 +262,6 @@ class FrequencyModule(PreciseModule):
         dtype: torch.dtype,
         phase_dtype: torch.dtype | None = None,
         phase_groups: int = 1,
-        amplitude: float | Tensor | None = None,
     ) -> None:
         """Initialise the frequencies and the phase. The arguments are documented in the subclasses."""
         super().__init__()  # subclasses call __init__ last, because it needs their initial values
@@ -298,15 +295,17 @@ class FrequencyModule(PreciseModule):
         if "log_theta" in self._parameters:
             self._set_sign(self._initial_sign(device), persistent=False)
         self._mark()
-        if amplitude is not None:
-            self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
-            if self.gain.shape not in ((), (num_channels,)):
-                raise ValueError(
-                    f"amplitude: expected a number or a tensor of shape ({num_channels},), got {tuple(self.gain.shape)}"
-                )
-            if can_read(self.gain) and not self.gain.isfinite().all():
-                raise ValueError("amplitude: expected finite numbers, got NaN or infinity")
-            self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
+
+    def _set_amplitude(self, amplitude: float | Tensor, device: torch.device | str | None) -> None:
+        self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
+        if self.gain.shape not in ((), (self.num_channels,)):
+            raise ValueError(
+                f"amplitude: expected a number or a tensor of shape ({self.num_channels},), got "
+                f"{tuple(self.gain.shape)}"
+            )
+        if can_read(self.gain) and not self.gain.isfinite().all():
+            raise ValueError("amplitude: expected finite numbers, got NaN or infinity")
+        self.register_buffer("amplitude", self._initial("amplitude", device), persistent=False)
 
     def _learn(self, name: str, device: torch.device | str | None) -> None:
         values = self._initial(name, device)
@@ -665,14 +664,11 @@ class FrequencyModule(PreciseModule):
             )
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
         positions = self.locate(positions) if self.moved else positions
-        if self.map == "cosine":
-            return cosine(
-                *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim,
-                phase=phase, amplitude=amplitude, order=self.order, impl=self.impl, **options,
-            )  # fmt: skip
-        return rotate(
-            *xs, omega=omega, positions=positions, pairs=self.pairs, rotary_dim=self.rotary_dim, act=self.act,
-            dim=self.dim, phase=phase, amplitude=amplitude, inverse=inverse, impl=self.impl, **options,
+        encode: Any = cosine if self.map == "cosine" else rotate
+        form: Any = {"order": self.order} if encode is cosine else {"pairs": self.pairs, "inverse": inverse}
+        return encode(
+            *xs, omega=omega, positions=positions, rotary_dim=self.rotary_dim, act=self.act, dim=self.dim, phase=phase,
+            amplitude=amplitude, impl=self.impl, **form, **options,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -693,15 +689,22 @@ class SeriesModule(FrequencyModule):
     def __init__(
         self,
         head_dim: int,
-        num_axes: int,
-        num_heads: int,
+        num_axes: int = 2,
         *,
-        rotary_dim: int | slice | None,
-        frequencies: Frequencies,
-        base: float | None,
-        axis_order: AxisOrder,
-        seed: int,
-        **kwargs: Any,
+        base: float | None = None,
+        frequencies: Frequencies = "axial",
+        num_heads: int = 1,
+        learnable: Learnable = False,
+        axis_order: AxisOrder = "minor_first",
+        rotary_dim: int | slice | None = None,
+        act: Act = "none",
+        dim: int | None = None,
+        phase: Phase = False,
+        phase_groups: int = 1,
+        seed: int = 0,
+        impl: Impl = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         check_at_least(1, head_dim=head_dim)
         self.head_dim, self.rotary_dim = head_dim, rotary_dim
@@ -723,30 +726,25 @@ class SeriesModule(FrequencyModule):
         default = DEFAULT_BASES["mixed" if frequencies == "mixed" else "axial"]
         self.frequencies, self.base, self.seed = frequencies, default if base is None else base, seed
         self.axis_order: AxisOrder = axis_order
-        super().__init__(num_channels, num_axes, num_heads, axial=frequencies == "axial", **kwargs)
+        super().__init__(
+            num_channels, num_axes, num_heads, axial=frequencies == "axial", learnable=learnable, phase=phase, act=act,
+            dim=dim, impl=impl, device=device, dtype=dtype, phase_groups=phase_groups,
+        )  # fmt: skip
         if frequencies == "axial":
             widths = cut_blocks([math.ceil(num_channels / num_axes)] * num_axes, num_channels, num_axes)
             widths = widths if axis_order == "major_first" else widths[::-1]
             map_ = ', map="cosine"' if self.map == "cosine" else ""  # a scheme rotates by default
             remedy = f"PresetMd(Scheme(..., Axial(split){map_})), or with split= in the encoding_kwargs of a model"
-            warn_of_idle_axes(widths, stacklevel=4, remedy=remedy)
+            warn_of_idle_axes(widths, remedy=remedy)
         elif self.learnable and self.phase is None and self.shapes["omega"][0] < num_heads:
-            warn_of_shared_heads(num_heads, "this function", "return omega (num_heads, channels, K)", stacklevel=3)
+            warn_of_shared_heads(num_heads, "this function", "return omega (num_heads, channels, K)")
 
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):
-            try:
-                omega = self.frequencies(self.num_channels, self.num_heads, self.seed)
-            except TypeError as error:
-                raise TypeError(
-                    f"frequencies: expected a function (channels, heads, seed) -> omega, got an error: {error}"
-                ) from error
-            tail = (self.num_channels, self.num_axes)
-            form = f"({or_one(self.num_heads)}, {tail[0]}, {tail[1]})"
-            check_dense("frequencies", omega, form)
+            args = {"channels": self.num_channels, "heads": self.num_heads, "seed": self.seed}
+            shapes = tuple((heads, self.num_channels, self.num_axes) for heads in (1, self.num_heads))
+            omega = call_function("frequencies", self.frequencies, args, shapes)
             check_frequencies("frequencies", omega)
-            if omega.ndim != 3 or omega.shape[1:] != tail or omega.shape[0] not in (1, self.num_heads):
-                raise ValueError(f"frequencies: expected omega of shape {form}, got {tuple(omega.shape)}")
             return omega
         if self.frequencies == "mixed":
             generator = torch.Generator().manual_seed(self.seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_frequencies, plural
+from ..checks import check_dense, check_frequencies, plural, rotary_slice, warn_caller
 from ..engine.core.call import Act, Impl, Pairs, Positions
-from ..engine.encode.validate import WHOLE_PACK, check_input, check_pairs, rotary_slice
-from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
+from ..engine.encode.validate import WHOLE_PACK, check_input, check_pairs
+from ..engine.encode.views import Packed, encode_packed, encode_qkv, unpack_positions
 from ..frequencies.axial import AxisOrder, sequence_omega
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
@@ -67,32 +66,6 @@ class CosineMd(SeriesModule):
     """
 
     map = "cosine"
-
-    def __init__(
-        self,
-        head_dim: int,
-        num_axes: int = 2,
-        *,
-        base: float | None = None,
-        frequencies: Frequencies = "axial",
-        num_heads: int = 1,
-        learnable: Learnable = False,
-        axis_order: AxisOrder = "minor_first",
-        rotary_dim: int | slice | None = None,
-        act: Act = "none",
-        dim: int | None = None,
-        phase: Phase = False,
-        phase_groups: int = 1,
-        seed: int = 0,
-        impl: Impl = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(
-            head_dim, num_axes, num_heads, rotary_dim=rotary_dim, frequencies=frequencies, base=base,
-            learnable=learnable, axis_order=axis_order, phase=phase, phase_groups=phase_groups, seed=seed, act=act,
-            dim=dim, impl=impl, device=device, dtype=dtype,
-        )  # fmt: skip
 
 
 class RotateMd(SeriesModule):
@@ -150,11 +123,13 @@ class RotateMd(SeriesModule):
     ) -> None:
         self.pairs: Pairs = pairs
         super().__init__(
-            head_dim, num_axes, num_heads, rotary_dim=rotary_dim, frequencies=frequencies, base=base,
+            head_dim, num_axes, num_heads=num_heads, rotary_dim=rotary_dim, frequencies=frequencies, base=base,
             learnable=learnable, axis_order=axis_order, phase=phase, seed=seed, act=act, dim=dim, impl=impl,
-            device=device, dtype=dtype, amplitude=amplitude,
+            device=device, dtype=dtype,
         )  # fmt: skip
         check_pairs(pairs, self.num_channels)
+        if amplitude is not None:
+            self._set_amplitude(amplitude, device)
 
 
 class Rotate1d(RotateMd):
@@ -296,20 +271,17 @@ class Rotate1d(RotateMd):
         """
         if attend is not None:
             return self._attend(attend, xs, positions, norm, out)
-        if qkv is not None or num_key_heads is not None or cu_seqlens is not None:
+        if qkv is not None or num_key_heads is not None:
             again = partial(
                 self.forward, offset=offset, cu_seqlens=cu_seqlens, positions=positions, inverse=inverse, norm=norm,
                 out_start=out_start,
             )  # fmt: skip
-            if qkv is not None or num_key_heads is not None:
-                return encode_qkv(again, xs, qkv, num_key_heads, out)
-            if xs and isinstance(xs[0], Tensor) and xs[0].ndim == 3:
-                return encode_packed(partial(again, out=order_outs(out, xs)), xs)
+            return encode_qkv(again, xs, qkv, num_key_heads, out)
         if len(xs) == 0:
             raise TypeError("x: expected one tensor or two (q, k), got none")
         if positions is None:
             x = xs[0]
-            if not isinstance(x, Tensor) or x.ndim != 4:
+            if not isinstance(x, Tensor) or (x.ndim != 4 and (cu_seqlens is None or x.ndim != 3)):
                 check_input("x", x, x, packed=f"cu_seqlens, or {WHOLE_PACK}")
             positions = text_positions(x, offset, cu_seqlens, self.dim)
         elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
@@ -398,7 +370,7 @@ class PresetMd(FrequencyModule):
         phase = (scheme.phase or False) if phase is None else phase
         if learnable and not phase and num_heads is not None and 1 == preset.omega.shape[0] < num_heads:
             remedy = "use a Scheme whose series (or omega) has one entry per head"
-            warn_of_shared_heads(num_heads, repr(preset.name), remedy, stacklevel=2)
+            warn_of_shared_heads(num_heads, repr(preset.name), remedy)
         own: Any = scheme.act if act is None else act
         self.preset, self.map, self.head_dim = preset, scheme.map, preset.head_dim
         if scheme.map == "rotate":
@@ -414,8 +386,9 @@ class PresetMd(FrequencyModule):
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
             phase=phase, act=own, dim=dim, impl=impl, device=device,
             dtype=dtype or (torch.float32 if learnable else torch.float64), phase_dtype=dtype or torch.float32,
-            amplitude=None if isinstance(preset.amplitude, float) and preset.amplitude == 1 else preset.amplitude,
         )  # fmt: skip
+        if isinstance(preset.amplitude, Tensor) or preset.amplitude != 1:
+            self._set_amplitude(preset.amplitude, device)
         if learnable and self.axial:
             self.register_buffer("axes", self._initial("axes", device), persistent=False)
 
@@ -436,11 +409,15 @@ class PresetMd(FrequencyModule):
     def _axes_advice(self, positions: Any, found: int) -> str:
         if not isinstance(positions, Grid):
             return f"; pass coordinates on {plural(self.num_axes, 'axis')}, or module.positions(...)"
+        has_rule = self._place(positions.shape) is not None
+        return f"; pass {_name_positions(positions)}" if has_rule else f"; use a scheme with {plural(found, 'axis')}"
+
+    def _place(self, shape: tuple[int, ...]) -> Grid | Coordinates | None:
+        """Return the positions of a grid, or None if the scheme has no rule for this shape."""
         try:
-            self.preset.positions(positions.shape)
-        except (TypeError, ValueError):  # the scheme has no rule for this shape
-            return f"; use a scheme with {plural(found, 'axis')}"
-        return f"; pass {_name_positions(positions)}"
+            return self.preset.positions(shape)
+        except (TypeError, ValueError):
+            return None
 
     def _check_rule(self, positions: Any) -> None:
         """Warn once per shape if a plain grid differs from the positions that the scheme defines."""
@@ -450,26 +427,18 @@ class PresetMd(FrequencyModule):
         if positions.num_axes != self.num_axes:  # an error, which says what to pass
             return
         checked.add(positions.shape)
-        try:
-            own = self.preset.positions(positions.shape)
-        except (TypeError, ValueError):  # the scheme has no rule for this shape
-            return
-        if not (type(own) is Grid and own.shape == positions.shape and is_plain_grid(own)):
-            warnings.warn(
+        own = self._place(positions.shape)
+        if own is not None and not (type(own) is Grid and own.shape == positions.shape and is_plain_grid(own)):
+            warn_caller(
                 f"positions: expected positions from {self.preset.name!r}, which has its own rule, got a plain Grid; "
-                f"pass {_name_positions(positions)}",
-                stacklevel=6,
+                f"pass {_name_positions(positions)}"
             )
 
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
         """Return the positions of a sequence, on the module's device.
 
-        Call this once per forward pass, not in every layer.
-
-        Args:
-            segments: parts of the sequence, in token order. A number stands for that many text, class or register
-                tokens, and a tuple for the shape of an image or a video.
-            options: see :meth:`lrpe_md.presets.Preset.positions`.
+        Call this once per forward pass, not in every layer. The arguments are the same as for
+        :meth:`lrpe_md.presets.Preset.positions`.
         """
         options.setdefault("device", next(iter(self._owned().values())).device)
         return self.preset.positions(*segments, **options)

@@ -20,9 +20,9 @@ from ..checks import (
     suggest,
 )
 from ..engine.core.call import Act
-from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
-from ..engine.linear.dispatch import as_state, run_encoded
-from ..engine.linear.validate import TensorArguments, check_decay_range, check_eps, check_normalizer, check_rule
+from ..engine.linear.call import Description, Directions, NormalizerName, Rule, State
+from ..engine.linear.dispatch import run_encoded
+from ..engine.linear.validate import check_decay_range, check_eps, check_normalizer, check_rule
 from ..functional_linear import linear_attention
 from ..norm import Norm
 from ..positions.sequences import text_positions
@@ -299,9 +299,9 @@ def attend_with(
         positions = text_positions(q, 0, cu_seqlens, encoding.dim)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions
     if encoding is not None and not getattr(encoding, "describes", False):
-        own_options = LinearOptions(None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), **options)
-        given = TensorArguments(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
-        return run_encoded(own_options, given, call, positions, norm)
+        return run_encoded(
+            call, q, k, v, positions, gate=gate, cu_seqlens=cu_seqlens, state=state, decay=decay, norm=norm, **options
+        )
 
     def attend(own: Description, q: Tensor, k: Tensor) -> Any:
         own = own if norm is None else own._replace(norm=norm)

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, invalid_positions, show_value, split_pair
+from ..checks import check_dense, rotary_slice, show_value, split_pair
 from ..engine.core.call import Pairs, Positions
-from ..engine.encode.validate import check_pairs, remedy, rotary_slice
-from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid
+from ..engine.encode.validate import check_pairs, locate
 from ..reference import join_pairs
 
 __all__ = ["check_scale", "scale_xpos"]
@@ -91,18 +89,9 @@ def _whole_beside(x: Any, factor: Tensor) -> Tensor:
 
 def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
     """Subtract the centre from positions. Return a float64 distance (N,) or (B, N), which is 0 for unrotated tokens."""
-    if isinstance(positions, Grid):
-        positions = positions.explicit(x.device)
-    elif isinstance(positions, Tensor):
-        positions = Coordinates(positions)
-    elif not isinstance(positions, Coordinates):
-        raise invalid_positions(positions)
-    if positions.num_axes != 1:
-        raise ValueError(f"positions: expected one axis, got {positions.num_axes}")
-    if positions.num_tokens != x.shape[2]:
-        raise ValueError(
-            f"positions: expected {x.shape[2]} tokens (x's N), got {positions.num_tokens}{remedy(x, positions)}"
-        )
-    rows = positions.explicit()
-    distance = rows.coords[..., 0].double() - centre
-    return distance if rows.rotated is None else torch.where(rows.rotated, distance, 0.0)
+    layout, tables = locate(positions, x)
+    coords, rotated = layout.positions(tables, x.device)
+    if coords.shape[-1] != 1:
+        raise ValueError(f"positions: expected one axis, got {coords.shape[-1]}")
+    distance = coords[..., 0].double() - centre
+    return distance if rotated is None else torch.where(rotated, distance, 0.0)

@@ -23,15 +23,6 @@ PerAxis = float | Sequence[float] | Tensor
 Bound = float | Sequence[float | None] | None
 Self = TypeVar("Self", bound="Rules")
 
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def _mask_coords(coords: Tensor, which: Tensor) -> Tensor:
-    """Set the coordinates to zero where ``which`` is False."""
-    if coords.dtype in _SIGNED:  # few operators in torch 2.11 support these dtypes
-        return torch.where(which, coords.view(_SIGNED[coords.dtype]), 0).view(coords.dtype)
-    return torch.where(which, coords, 0)
-
 
 def larger(a: Any, b: Any) -> Any:
     """Return the larger of two sizes that may be symbolic, without adding a guard.
@@ -120,7 +111,10 @@ class Coordinates(Rules):
                 raise ValueError(
                     f"rotated: expected a tensor on coords' device {self.coords.device}, got {self.rotated.device}"
                 )
-            object.__setattr__(self, "coords", _mask_coords(self.coords, self.rotated[..., None]))
+            coords = self.coords
+            if not coords.dtype.is_signed:  # few operators in torch 2.11 support unsigned integers
+                coords = coords.long()
+            object.__setattr__(self, "coords", torch.where(self.rotated[..., None], coords, 0))
 
     def __hash__(self) -> int:
         return hash((self.prefix, self.suffix))
@@ -178,12 +172,10 @@ class Coordinates(Rules):
             IndexError: if an index is out of range. On a GPU, this is a device-side assertion.
         """
         check_index(index, self.coords.shape[-2])
-        if self.coords.ndim == 2:
-            rotated = None if self.rotated is None else self.rotated[index]
-            return replace(self, coords=self.coords[index], rotated=rotated)
-        samples = torch.arange(self.coords.shape[0], device=index.device)[:, None]
-        rotated = None if self.rotated is None else self.rotated[samples, index]
-        return replace(self, coords=self.coords[samples, index], rotated=rotated)
+        where: Any = index
+        if self.coords.ndim == 3:
+            where = torch.arange(self.coords.shape[0], device=index.device)[:, None], index
+        return replace(self, coords=self.coords[where], rotated=None if self.rotated is None else self.rotated[where])
 
     def explicit(self) -> Coordinates:
         """Give prefix and suffix tokens their own rows, marked as unrotated."""

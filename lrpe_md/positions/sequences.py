@@ -56,9 +56,7 @@ class Tokens:
     start: float | None = None
 
     def __post_init__(self) -> None:
-        for name, number in (("length", self.length), ("axis", self.axis)):
-            if as_integer(number) is None or number < 0:
-                raise ValueError(f"{name}: expected a non-negative integer, got {show_value(number)}")
+        check_at_least(0, length=self.length, axis=self.axis)
         if self.rule not in RULES:
             raise ValueError(f"rule: expected one of {RULES}, got {show_value(self.rule)}")
         start = self.start
@@ -256,13 +254,15 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
     return Coordinates((index + shift[sequence])[:, None])
 
 
-def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Grid | Coordinates:
-    """Return the positions of text x (B, H, N, D) from its offset or, for packed text, from cu_seqlens.
+def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Any:
+    """Return the positions of text x (B, H, N, D) or, with cu_seqlens, of packed text (1, H, N, D) or (N, H, D).
 
     ``dim`` is the dimension of a softmax activation.
     """
     if cu_seqlens is None:
         return offset_positions(x.shape[2], offset, x.device)
+    if x.ndim == 3:
+        return Packed(packed_positions(cu_seqlens, x.shape[0], offset), cu_seqlens)
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected packed sequences in x of shape (1, H, N, D), got {tuple(x.shape)}")
     refuse_mixing(dim)
@@ -289,10 +289,8 @@ def pad(
     sample.
 
     Args:
-        samples: one layout (N, K) per sample.
+        samples, device: see :func:`pack`.
         num_tokens: N. The default is the length of the longest sample.
-        device: device of the result. The default is the device of the first coordinates, or the CPU if there are only
-            grids.
     """
     rows = _samples(samples, device)
     longest = max(part.num_tokens for part in rows)
@@ -397,12 +395,8 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
         largest: list[Any] = [larger(*ends) + 1 for ends in _ends(segment.grid)] or [0.0] * num_axes
         return segment.grid.offset([running - largest[j] if j in axes else 0.0 for j in range(num_axes)]), running
     placed = segment.grid.offset([running if axis in axes else 0.0 for axis in range(num_axes)])
-    if segment.advance is None:
-        ends = _ends(placed)
-        behind: list[Any] = [larger(*ends[axis]) + 1 for axis in axes] if ends else []
-    else:
-        ends = _ends(segment.grid)
-        behind = [running + larger(*ends[axis]) + 1 for axis in segment.advance] if ends else []
+    ends, advance = _ends(segment.grid), axes if segment.advance is None else segment.advance
+    behind: list[Any] = [running + larger(*ends[axis]) + 1 for axis in advance] if ends else []
     moved: Any = reduce(larger, behind) if behind else running
     return placed, math.ceil(moved) if segment.whole else moved
 

@@ -14,11 +14,7 @@ __all__ = ["check_axis_numbers", "check_fields"]
 
 
 def check_fields(value: Any) -> None:
-    """Check that each field of a dataclass has its declared type.
-
-    Raises:
-        ValueError: for a value of the wrong type, or a non-finite number.
-    """
+    """Check that each field of a dataclass has its declared type, and that numbers are finite."""
     hints = _hints(type(value))
     for field in fields(value):
         own, hint = getattr(value, field.name), hints[field.name]

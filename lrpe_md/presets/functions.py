@@ -120,7 +120,7 @@ def cells(shape: Shape, by: Literal["axis", "shorter", "longer"] = "axis") -> Gr
 def crop(shape: Shape, size: tuple[int, int] | None = (30, 45)) -> Grid:
     """Place tokens in the middle of the training grid, in the largest crop with this grid's aspect ratio."""
     num, height, width = shape = frames(shape)
-    if size is None or 0 in shape:
+    if size is None:
         return Grid(shape)
     tall = height / width > size[0] / size[1]
     rows = size[0] if tall else round(size[1] / width * height)
@@ -131,7 +131,7 @@ def crop(shape: Shape, size: tuple[int, int] | None = (30, 45)) -> Grid:
 
 def same_area(shape: Shape, area: float = 192 * 192) -> Grid:
     shape = frames(shape)
-    scale = (area / max(1, shape[1] * shape[2])) ** 0.5
+    scale = (area / (shape[1] * shape[2])) ** 0.5
     return Grid(shape).centre((1, 2)).rescale((1, scale, scale))
 
 
@@ -141,7 +141,7 @@ def seconds(shape: Shape, fps: float | None = None, base_fps: float = 24) -> Gri
 
 def portion(shape: Shape, longest: int | None = None) -> Grid:
     """Place index i at (i + 1) / M, where M is ``longest`` or the size of the grid."""
-    return Grid(shape).offset(1).rescale(1 / (longest or max(shape[0], 1)))
+    return Grid(shape).offset(1).rescale(1 / (longest or shape[0]))
 
 
 def rounded_down(shape: Shape, size: int = 256) -> Coordinates:
@@ -186,7 +186,7 @@ def diagonal(shape: Shape, stride: float = 2) -> Coordinates:
 def flattened(shape: Shape, stride: float = 16) -> Grid:
     """Place all tokens of an image evenly within ``stride`` positions, with the last token at the end."""
     num = math.prod(shape)
-    return Grid((num,)).offset(1).rescale(stride / max(num, 1)).offset(-1)
+    return Grid((num,)).offset(1).rescale(stride / num).offset(-1)
 
 
 def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0, stride: float = 1) -> Coordinates:
@@ -197,8 +197,6 @@ def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0,
     the diagonal from one frame to the next.
     """
     num, height, width = frames(shape)
-    if not height * width:
-        return Coordinates(torch.zeros(0, 3, dtype=torch.float64, device="cpu"))
     across = Grid((height, width)).centre().coordinates()
     y, x = across.unbind(-1)
     angle = torch.atan2(y, x)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_frequencies, check_precise, join_names, plural
+from ..checks import check_at_least, check_frequencies, join_names, plural, rotary_slice
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -23,7 +23,7 @@ from ..frequencies.axial import (
     split_channels,
     warn_of_idle_axes,
 )
-from ..frequencies.series import apply_scaling
+from ..frequencies.series import apply_scaling, call_function
 from ..positions.augment import AugmentPositions
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -157,7 +157,7 @@ class Axial:
             whole = self.by_head or has_one_series(self.axis_map)
             num = laid if whole else max(section, 1)
             args = {"num": num, "base": self.base, "num_heads": num_heads}
-            theta = _call("series", self.series, args, ((num,), (1, num), (num_heads, num)))
+            theta = call_function("series", self.series, args, ((num,), (1, num), (num_heads, num)))
             theta, amplitude = (theta, 1.0) if scaling is None else apply_scaling(scaling, theta)
             thetas.append(theta)
             amplitudes.append(amplitude)
@@ -207,26 +207,7 @@ class Dense:
         generator = torch.Generator().manual_seed(seed)
         shapes = tuple((heads, num_channels, self.num_axes) for heads in (1, num_heads))
         args = {"num_channels": num_channels, "num_heads": num_heads, "base": self.base, "generator": generator}
-        return _call("omega", self.omega, args, shapes), 1.0
-
-
-def _call(name: str, function: Callable[..., Tensor], args: dict[str, Any], shapes: tuple[Any, ...]) -> Tensor:
-    """Call a scheme's function. Raise a clear error if it is in the wrong field, or returns a wrong shape or dtype."""
-    try:
-        found = function(*args.values())
-    except TypeError as error:
-        raise TypeError(f"{name}: expected a function ({', '.join(args)}), got {function}: {error}") from error
-    if not isinstance(found, Tensor):
-        raise TypeError(
-            f"{name}: expected a function that returns a tensor, got {type(found).__name__} from {function}"
-        )
-    check_precise(name, found.dtype)
-    if found.shape not in shapes:
-        expected = join_names(map(str, dict.fromkeys(shapes)), "or")
-        raise ValueError(
-            f"{name}: expected a function that returns a tensor of shape {expected}, got {tuple(found.shape)}"
-        )
-    return found
+        return call_function("omega", self.omega, args, shapes), 1.0
 
 
 # --- schemes, and presets built from them ------------------------------------------------------------------
@@ -541,7 +522,9 @@ class Preset:
         return f"pass positions=Grid({shape}{sides}), or "
 
     def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
-        """Call the scheme's grid function, and check the result."""
+        """Call the scheme's grid function, and check the result. For a shape without tokens, return an empty grid."""
+        if 0 in shape:
+            return Grid((0,) * self.num_axes)
         try:
             grid = self.scheme.grid(shape, **options)
         except IndexError as error:
@@ -563,21 +546,13 @@ class Preset:
 
 
 def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) -> slice | None:
-    """Return the slice of a head's channels that the map uses, or None if it uses all.
-
-    Raises:
-        ValueError: for an empty or invalid slice, or an odd number of rotated channels.
-    """
+    """Return the slice of a head's channels that the map uses, or None if it uses all."""
     part = rotary_dim
     if part is None:
         first, last = (0, 1) if scheme.rotary is None else scheme.rotary
         part = slice(round(first * head_dim), round(last * head_dim))
-    start, stop, by = part.indices(head_dim) if isinstance(part, slice) else (0, part, 1)
     step = 2 if scheme.map == "rotate" else 1
-    if by != 1 or not 0 <= start < stop <= head_dim or (stop - start) % step:
-        kind = "an even number of channels" if step == 2 else "channels"
-        raise ValueError(f"rotary_dim: expected {kind} within head_dim = {head_dim}, got {part}")
-    width = stop - start
+    start, width = rotary_slice(part, head_dim, even=step == 2)
     if isinstance(scheme.frequencies, Axial):
         width = step * scheme.frequencies.usable(width // step)
         if not width:
@@ -595,11 +570,7 @@ def make_preset(
     rotary_dim: int | slice | None = None,
     seed: int = 0,
 ) -> Preset:
-    """Build a scheme for a head_dim. ``changes`` override fields of the scheme's frequencies.
-
-    Raises:
-        ValueError: if channels or heads cannot be split among the axes, or frequencies are invalid.
-    """
+    """Build a scheme for a head_dim. ``changes`` override fields of the scheme's frequencies."""
     if head_dim < 1 or (scheme.map == "rotate" and head_dim % 2):
         raise ValueError(f"head_dim: expected {'an even' if head_dim > 0 else 'a positive'} number, got {head_dim}")
     frequencies = replace(scheme.frequencies, **(changes or {}))
@@ -613,7 +584,7 @@ def make_preset(
             laid = channels * num_heads if frequencies.across_heads else channels
             if not frequencies.by_head:
                 sections = _fitting(name, head_dim, partial(frequencies.sections, laid))
-                warn_of_idle_axes(sections, frequencies.split, stacklevel=4)
+                warn_of_idle_axes(sections, frequencies.split)
             if scheme.pairs == "blocks":
                 blocks = frequencies.blocks(channels)
         build = partial(frequencies.build, channels, num_heads, seed)

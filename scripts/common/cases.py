@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from lrpe_md import Coordinates, Grid, Norm, cosine, linear_attention, rotate
-from lrpe_md.engine.core.call import Positions
+from lrpe_md.engine.core.call import NO_WEIGHTS, Positions
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
-from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
+from lrpe_md.engine.linear.validate import validate_linear
 from lrpe_md.testing import Violation, find_violation, rounded_angles
 
 __all__ = [
@@ -590,14 +590,13 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
         }  # fmt: skip
         if operands is not None:
             q, k, v = qkv
-            given = TensorArguments(q, k, v, gate, inputs.cu_seqlens, tuple(state), decay=decay)
-            sides = Sides(omega, inputs.positions, phases, inputs.amplitude)
-            own = LinearOptions(**options)
+            given = Operands(q, k, v, gate, tuple(state), decay)
+            sides = Sides(omega, inputs.positions, phases, inputs.amplitude, inputs.cu_seqlens)
+            own, own_weights = LinearOptions(**options), NO_WEIGHTS
             if norm is not None:
                 own, own_weights = take_norm(own, norm, 2)
-                given = given._replace(weights=own_weights)
-            call = validate_linear(own, given, sides)
-            o, *after = ATTEND.run_reference(call, Operands(q, k, v, gate, tuple(state), decay), operands)
+            call = validate_linear(own, given, sides, own_weights)
+            o, *after = ATTEND.run_reference(call, given, operands)
             return o, tuple(after)
         before: Any = tuple(state) or None
         found: Any = linear_attention(

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from lrpe_md import Coordinates, Grid, linear_attention
 from lrpe_md.engine.core import operator as calls
 from lrpe_md.engine.core.memory import like_in_memory
-from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Sides
+from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
-from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
+from lrpe_md.engine.linear.validate import validate_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -371,8 +371,9 @@ def operator_call(case, device):
         case.map, case.act, rotary_dim=case.rotary_dim, normalizer=case.normalizer, is_causal=case.mask == "causal",
         block=case.block if case.mask == "block" else None, rule=case.rule, directions=case.directions,
     )  # fmt: skip
-    given = TensorArguments(*inputs.qkv, inputs.gate, inputs.cu_seqlens, inputs.state, decay=inputs.decay)
-    return inputs, validate_linear(options, given, Sides(inputs.omega, inputs.positions, phase))
+    operands = Operands(*inputs.qkv, inputs.gate, inputs.state, inputs.decay)
+    sides = Sides(inputs.omega, inputs.positions, phase, cu_seqlens=inputs.cu_seqlens)
+    return inputs, validate_linear(options, operands, sides)
 
 
 OPERATOR_CASES = [

@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
+from lrpe_md.checks import rotary_slice
 from lrpe_md.engine.core import call as calls
 from lrpe_md.engine.core import launching, reduction
 from lrpe_md.engine.core.call import CallerTables
@@ -35,7 +36,7 @@ from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.encode import heads as launch_heads
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
-from lrpe_md.engine.encode.validate import rotary_slice, validate
+from lrpe_md.engine.encode.validate import validate
 from lrpe_md.reference import ACTIVATIONS
 
 TARGETS = {

@@ -19,12 +19,13 @@ from lrpe_md.scripts.common.cases import LinearCase, LinearInputs, make_linear_i
 
 from lrpe_md.engine import kernels
 from lrpe_md.engine.core import launching
+from lrpe_md.engine.core.call import NO_WEIGHTS
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import launch_memory
 from lrpe_md.engine.linear import plan as plans
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
-from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
+from lrpe_md.engine.linear.validate import validate_linear
 
 BF16, HALF = torch.bfloat16, torch.float16
 # test_aot.py checks that row sums stay in a warp, that factors of causal products are read in their stored layout, and
@@ -81,13 +82,12 @@ def record(inputs: LinearInputs, one_pass: bool) -> list[tuple[str, Any, dict[st
     )  # fmt: skip
     q, k, v = inputs.qkv
     state = tuple(inputs.state)
-    given = TensorArguments(q, k, v, inputs.gate, inputs.cu_seqlens, state, decay=inputs.decay)
+    operands, weights = Operands(q, k, v, inputs.gate, state, inputs.decay), NO_WEIGHTS
     norm = inputs.norm()
     if norm is not None:
         options, weights = take_norm(options, norm, 2)
-        given = given._replace(weights=weights)
-    call = validate_linear(options, given, Sides(inputs.omega, inputs.positions, phases, inputs.amplitude))
-    operands = Operands(q, k, v, inputs.gate, state, inputs.decay)
+    sides = Sides(inputs.omega, inputs.positions, phases, inputs.amplitude, inputs.cu_seqlens)
+    call = validate_linear(options, operands, sides, weights)
     mapped = case.map is not None
     needs = LinearNeeds(
         case.gate == "float", mapped, False, mapped and case.phase != "none", bool(inputs.weights), case.state,

@@ -50,7 +50,7 @@ from lrpe_md.engine.encode.validate import validate
 from lrpe_md.engine.inductor import lowering as compiled
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
-from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
+from lrpe_md.engine.linear.validate import validate_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
 SIZES = {"major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32, "regs_per_multiprocessor": 65536}
@@ -371,8 +371,8 @@ def attend(case: SimpleNamespace, qkv: Tensor, grad: Tensor, sides: Sides, weigh
     if case.linear.get("map", "cosine") == "cosine" and "rotary_dim" not in case.linear:
         sides = sides._replace(omega=torch.cat([sides.omega, sides.omega], 1))
     options, given = make_norm(LinearOptions(**case.linear), case, weights)
-    call = validate_linear(options, TensorArguments(q, k, v, None, None, (), given), sides)
-    operands = Operands(q, k, v, None, ())
+    operands = Operands(q, k, v)
+    call = validate_linear(options, operands, sides, given)
     o, *saved = ATTEND.forward(call, operands, (False, True), False)
     if case.run == "forward":
         return [o * 2]

@@ -19,7 +19,7 @@ from lrpe_md.engine.kernels.signature import LONG_STRIDE, pack_numbers
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
-from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
+from lrpe_md.engine.linear.validate import validate_linear
 from lrpe_md.reference import ACTIVATIONS
 
 pytestmark = [
@@ -66,9 +66,8 @@ def test_saved_tensors_have_the_declared_shapes(mask, return_state, state, cut):
     inputs = make_linear_inputs(case)
     q, k, v = inputs.qkv
     options = LinearOptions(is_causal=mask == "causal", block=5 if mask == "block" else None, return_state=return_state)
-    given = TensorArguments(q, k, v, None, None, tuple(inputs.state))
-    call = validate_linear(options, given, Sides(inputs.omega, inputs.positions))
     operands = Operands(q, k, v, None, tuple(inputs.state))
+    call = validate_linear(options, operands, Sides(inputs.omega, inputs.positions))
     _, *others = linear_launch.forward(call, operands, return_state, keep=True)
     kept = [(tuple(t.shape), t.dtype) for t in (others[2:] if return_state else others)]
     assert kept == linear_launch.find_saved_shapes(call, operands, return_state)
@@ -254,8 +253,8 @@ def test_number_of_programs():
     assert cut(8192, 128, 4096, raw) == (1, 8192), "one pass saturates the memory"
     q = torch.empty(1, 1, 1024, 64).expand(8, 16, -1, -1)
     sides = Sides(torch.ones(1, 32, 1), Grid((1024,)))
-    call = validate_linear(LinearOptions(map="rotate", act="relu"), TensorArguments(q, q, q, None, None, ()), sides)
-    sizes = linear_launch.derive_sizes(call, Operands(q, q, q, None, ()))
+    call = validate_linear(LinearOptions(map="rotate", act="relu"), Operands(q, q, q), sides)
+    sizes = linear_launch.derive_sizes(call, Operands(q, q, q))
     pieces = linear_launch.make_pieces(call, 1024, sizes, call.k_layout)
     assert pieces.length == 256, "the normaliser's features don't count towards the state"
 
@@ -279,11 +278,9 @@ def test_parts_are_the_tokens_of_their_piece(lengths, part):
 @pytest.mark.parametrize(("head_dim", "parts"), [(16, (8, 4)), (64, (2, 1))])
 def test_parts_fill_the_gpu_and_skip_unused_pieces(head_dim, parts):
     q = torch.empty(2, 4, 3000, head_dim)
-    call = validate_linear(
-        LinearOptions(is_causal=True), TensorArguments(q, q, q, None, None, ()),
-        Sides(torch.ones(1, head_dim, 1), Grid((3000,))),
-    )  # fmt: skip
-    sizes = linear_launch.derive_sizes(call, Operands(q, q, q, None, ()))._replace(batch=33)
+    sides = Sides(torch.ones(1, head_dim, 1), Grid((3000,)))
+    call = validate_linear(LinearOptions(is_causal=True), Operands(q, q, q), sides)
+    sizes = linear_launch.derive_sizes(call, Operands(q, q, q))._replace(batch=33)
     pieces = linear_launch.make_pieces(call, 3000, sizes, call.k_layout)
     assert (pieces.num_pieces, pieces.length) == (2, 1536)
     found, needed, _ = linear_launch.cut_causal(call, pieces, sizes, False)

@@ -15,7 +15,7 @@ from lrpe_md.engine.core.operator import INTERPRETING, call_cache
 from lrpe_md.engine.linear import launch_memory
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
-from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
+from lrpe_md.engine.linear.validate import validate_linear
 
 pytestmark = [
     pytest.mark.sampled,
@@ -116,9 +116,8 @@ def test_saved_tensors_have_the_declared_shapes(normalizer, case, directions, st
         "rotate", normalizer=normalizer, block=5, rule=case.rule, directions=directions,
         return_state=state and directions == "forward",
     )  # fmt: skip
-    given = TensorArguments(q, k, v, decay=inputs.decay)
-    call = validate_linear(options, given, Sides(inputs.omega, inputs.positions))
-    operands = Operands(q, k, v, None, (), inputs.decay)
+    operands = Operands(q, k, v, decay=inputs.decay)
+    call = validate_linear(options, operands, Sides(inputs.omega, inputs.positions))
     _, *found = launch_memory.forward(call, operands, options.return_state, True)
     kept = found[(1 if normalizer == "none" else 2) * options.return_state :]
     declared = launch_memory.find_saved_shapes(call, operands, options.return_state)

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from lrpe_md.scripts.common.cases import Case, LinearCase, make_inputs, make_linear_inputs
 
-from lrpe_md.engine.core.call import Needs, Options
+from lrpe_md.engine.core.call import NO_WEIGHTS, Needs, Options
 from lrpe_md.engine.core.memory import split_projection
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.core.recording import UnrecordableError, get_storage_id, is_recording, record
@@ -18,7 +18,7 @@ from lrpe_md.engine.kernels.fixed import Copy, fix
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
-from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
+from lrpe_md.engine.linear.validate import validate_linear
 
 
 class StandIns:
@@ -116,12 +116,10 @@ def test_maps(kernels):
 def test_linear(case):
     inputs = make_linear_inputs(case)
     q, k, v = inputs.qkv
-    options, weights = LinearOptions(case.map), None
-    given = TensorArguments(q, k, v, inputs.gate, None, ())
+    options, weights = LinearOptions(case.map), NO_WEIGHTS
     if case.norm != "none":
         options, weights = take_norm(options, inputs.norm(), 2)
-        given = given._replace(weights=weights)
-    call = validate_linear(options, given, Sides(inputs.omega, inputs.positions))
+    call = validate_linear(options, Operands(q, k, v, inputs.gate), Sides(inputs.omega, inputs.positions), weights)
     needs = LinearNeeds(gate=inputs.gate is not None, omega=True, norm=bool(inputs.weights))
 
     def forward(q, k, v, gate, *args):

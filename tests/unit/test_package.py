@@ -46,7 +46,7 @@ LAYERS = {  # file or folder: modules that it may import
     },
     "functional": {"engine", "norm"},
     "functional_linear": {"engine", "norm", "positions"},
-    "document": {"engine", "frequencies", "functional", "positions"},
+    "document": {"checks", "engine", "frequencies", "functional", "positions"},
     "pairs": {"checks", "engine", "reference"},
     "optim": {"checks", "modules"},
     "presets": {"checks", "frequencies", "positions", "reference"},

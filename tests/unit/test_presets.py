@@ -36,9 +36,11 @@ from original_presets import (
 
 from lrpe_md import (
     AugmentPositions,
+    Axial,
     Coordinates,
     Grid,
     PresetMd,
+    Scheme,
     Tokens,
     compose,
     list_presets,
@@ -380,6 +382,16 @@ def test_empty_grids_have_no_tokens(name):
         except ValueError:  # a shape with the wrong number of axes
             continue
         assert positions.num_tokens == 0
+
+
+def test_empty_grids_do_not_reach_the_grid_function():
+    def unit(shape):
+        return Grid(shape).rescale([1 / n for n in shape])
+
+    p = preset(Scheme("", 16, Axial((1, 1)), grid=unit, tokens=Tokens(0, "axis"), after=(0,)))
+    empty = p.positions(2, (0, 3), 1)
+    torch.testing.assert_close(empty.coords, p.positions(3).coords)
+    assert p.positions((2, 0)).num_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["dinov3", "cosformer", "cogvideox", "mochi"])

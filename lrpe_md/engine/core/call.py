@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...norm import Norm
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid, grid_coordinates
 from ...reference import Act, MapName, Scales, Spec
@@ -20,15 +21,6 @@ Impl = Literal["auto", "triton", "reference"]
 Pairs = Literal["half", "interleaved"] | Sequence[int]
 Order = Literal["cos_sin", "sin_cos"]
 Positions = Grid | Coordinates | Tensor
-
-
-class NormOptions(NamedTuple):
-    """Non-tensor fields of a :class:`lrpe_md.Norm`."""
-
-    kind: str
-    over: str
-    eps: float
-    offset: float
 
 
 class Options(NamedTuple):
@@ -41,7 +33,7 @@ class Options(NamedTuple):
     rotary_dim: int | slice | None = None
     order: Order = "cos_sin"
     impl: Impl = "auto"
-    norm: NormOptions | None = None
+    norm: Norm | None = None  # without its weight and bias
 
 
 class Tables(NamedTuple):
@@ -213,6 +205,9 @@ class Needs(NamedTuple):
     phase: bool = False
     norm: bool = False  # γ and β, if they exist
     tables: bool = False  # the caller's cos and sin; only the reference computes this gradient
+
+
+NO_NEEDS = Needs()
 
 
 class Call(NamedTuple):

@@ -26,10 +26,9 @@ def strides_in_memory(x: Tensor, last: int) -> tuple[int, int, int, int]:
     return strides[0], strides[1], strides[2], 1
 
 
-def like_in_memory(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
+def like_in_memory(x: Tensor, last: int) -> Tensor:
     """Allocate a dense tensor (B, H, N, last) with the memory order of x (B, H, N, D)."""
-    strides = strides_in_memory(x, last)
-    return torch.empty_strided((*x.shape[:3], last), strides, dtype=dtype or x.dtype, device=x.device)
+    return torch.empty_strided((*x.shape[:3], last), strides_in_memory(x, last), dtype=x.dtype, device=x.device)
 
 
 def arrange_in_memory(y: Tensor, order: tuple[int, int, int]) -> Tensor:

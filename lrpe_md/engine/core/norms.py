@@ -13,7 +13,7 @@ from ...norm import Norm, NormName, Over
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...reference import no_autocast, normalise
-from .call import CallerTables, Layout, NormOptions, Spec, Weights
+from .call import CallerTables, Layout, Spec, Weights
 from .memory import accumulator
 
 KINDS, OVER = get_args(NormName), get_args(Over)
@@ -49,7 +49,7 @@ def take_norm(options: Any, norm: Any, num_tensors: int) -> tuple[Any, Weights]:
         raise ValueError(f"norm.offset: expected 0 without a weight, got {offset!r}; the offset is added to the weight")
     weight, weight_k = _split_weights("weight", weight, num_tensors)
     bias, bias_k = _split_weights("bias", bias, num_tensors)
-    options = options._replace(norm=NormOptions(kind, over, float(eps), float(offset)))
+    options = options._replace(norm=Norm(kind, None, None, float(eps), over, float(offset)))
     return options, Weights(weight, bias, weight_k, bias_k)
 
 
@@ -61,6 +61,11 @@ def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
             f"norm.{name}: expected a tensor for q and one for k, or None for both, got a tuple that contains None"
         )
     return (*parts, None)[:2]
+
+
+def norm_fields(norm: Norm) -> dict[str, Any]:
+    """Return the fields of a :class:`Spec` that describe a norm."""
+    return {"norm": norm.kind, "norm_over": norm.over, "norm_eps": norm.eps, "norm_offset": norm.offset}
 
 
 def of_tensor(weights: Weights, i: int) -> Weights:
@@ -76,14 +81,12 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
         raise ValueError(
             "norm: expected None with a softmax over the sequence (dim=-2), got a Norm; omit norm, or use dim=-1"
         )
-    tensors = (("weight", weights.weight, 0), ("bias", weights.bias, 0))
-    tensors += (("weight", weights.weight_k, 1), ("bias", weights.bias_k, 1))
     first: Tensor | None = None
-    for name, t, i in tensors[: 2 * len(xs)]:
+    for j, t in enumerate(weights[: 2 * len(xs)]):
         if t is None:
             continue
-        label = f"norm.{name}" + (f"[{i}] (of {'qk'[i]})" if len(xs) == 2 else "")
-        x = xs[i]
+        i, x = j // 2, xs[j // 2]
+        label = f"norm.{('weight', 'bias')[j % 2]}" + (f"[{i}] (of {'qk'[i]})" if len(xs) == 2 else "")
         heads, head_dim = x.shape[1], x.shape[3]
         check_dense(label, t, _FORMS[over], x)
         if t.dtype not in _DTYPES:
@@ -120,8 +123,7 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
 def apply_norm(options: Any, weights: Weights, xs: tuple[Tensor, ...], positions: Any) -> tuple[Tensor, ...]:
     """Compute norm(x) of each tensor with PyTorch operators, in the accumulator's dtype."""
     assert options.norm is not None
-    kind, over, eps, offset = options.norm
-    spec = Spec("none", norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
+    spec = Spec("none", **norm_fields(options.norm))
     outputs: list[Tensor] = []
     for i, x in enumerate(xs):
         x_positions = positions[i] if type(positions) is tuple else positions

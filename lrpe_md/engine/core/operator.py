@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix, ops
-from ...checks import show_value
+from ...checks import show_value, warn_caller
 from ...positions.grid import Grid
 from ..inductor.lowering import SOURCE, register
 from ..inductor.private import enable_recording, is_legacy_batched, is_tracing, is_transforming, num_dispatch_modes
@@ -125,7 +123,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None]) -> bool
     if not HAS_TRITON:
         if is_required:
             raise ValueError("impl: 'triton' needs the triton package, which is not installed; use impl='reference'")
-        warn_caller("lrpe_md: triton is not installed, so the slower reference runs on this GPU")
+        warn_caller("lrpe_md: triton is not installed, so the slower reference runs on this GPU", RuntimeWarning)
         return False
     if torch.is_grad_enabled():
         for t in constants:
@@ -156,17 +154,9 @@ def warn_of_interpreter() -> None:
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
         warn_caller(
             f"lrpe_md: the interpreter of Triton {triton.__version__} (TRITON_INTERPRET=1) rounds a fused multiply-add "
-            "twice, so angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'"
+            "twice, so angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'",
+            RuntimeWarning,
         )
-
-
-def warn_caller(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn, and attribute the warning to the first stack frame outside this package."""
-    level, package = 2, __name__.partition(".")[0]
-    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
 
 
 # --- schemas -----------------------------------------------------------------------------------------------------
@@ -278,10 +268,6 @@ class Operator(ABC):
         """Return the call and its inputs with the rows and learned tensors replaced."""
 
     @abstractmethod
-    def gather(self, call: Any, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]) -> Any:
-        """Build the inputs of a call from its rows and its learned tensors."""
-
-    @abstractmethod
     def read_needs(self, needs_gradients: Sequence[bool]) -> Any:
         """Build a ``needs`` tuple from flags that say whether each learned tensor needs a gradient."""
 
@@ -355,7 +341,7 @@ class Operator(ABC):
                 if t is not None and t.requires_grad:
                     if torch.compiler.is_compiling():
                         tensors = separate(tensors)
-                    return _Run.apply(_Settings(self, call, len(rows), options, direct), *tensors)
+                    return _Run.apply((self, call, inputs, options, direct), *tensors)
         out = self.forward(call, inputs, options, direct)
         return tuple(out[: len(rows)] if call.spec.dim == -2 else out)  # without softmax statistics
 
@@ -471,6 +457,10 @@ class Operator(ABC):
 
     def _run_reference_backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         call, inputs, _, needs = self._read_backward(args)
+        return self.run_reference_backward(call, grads, inputs, needs)
+
+    def run_reference_backward(self, call: Any, grads: Sequence[Tensor], inputs: Any, needs: Any) -> list[Tensor]:
+        """Use the reference to compute the results of the backward operator."""
         with enable_recording():
             gradients = self.differentiate(call, inputs, grads, needs)
         shapes = self.shape_gradients(call, inputs, grads)
@@ -502,24 +492,16 @@ def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(distinct_tensors)
 
 
-class _Settings(NamedTuple):
-    """Non-tensor arguments of :class:`_Run`."""
-
-    operator: Operator
-    call: Any
-    num_rows: int
-    options: Any
-    direct: bool
-
-
 class _Run(torch.autograd.Function):
-    """Autograd function whose tensor arguments are the rows and the learned tensors."""
+    """Autograd function whose tensor arguments are the rows and the learned tensors.
+
+    ``settings`` are the operator, the call, its inputs, and the options and ``direct`` of its forward pass.
+    """
 
     @staticmethod
     def forward(ctx, settings, *tensors):
-        operator, call, num_rows, options, direct = settings
-        inputs = operator.gather(call, tensors[:num_rows], tensors[num_rows:])
-        num_outputs = num_rows
+        operator, call, inputs, options, direct = settings
+        num_rows = num_outputs = operator.num_rows or len(inputs)
         if options:
             options, num_outputs = operator.keep_for_backward(call, inputs, options, direct)
         out = operator.forward(call, inputs, options, direct)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix, ops
-from ..inductor.lowering import register_join
+from ..inductor.lowering import register
 from ..inductor.private import find_backward
 from .memory import split_projection
 
@@ -75,7 +75,7 @@ def join(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
 
 
 def _join_fake(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
-    register_join()
+    register()
     return join(grads, num_key_heads)
 
 

@@ -88,30 +88,34 @@ def count_ranks(x: Any, dim: int) -> int:
     return math.prod([x.device_mesh.size(i) for i, p in enumerate(x.placements) if p.is_shard(dim)])
 
 
-def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
+def take_local(t: Any, x: Any, dims: dict[int, int], partial_axes: Sequence[int] = ()) -> Tensor:
     """Return the part of t that corresponds to x's shard. ``dims`` maps dimensions of x to dimensions of t.
 
     If x is sharded along a dimension that t lacks, each rank computes a partial gradient of t. The backward pass then
-    sums the partial gradients.
+    sums the partial gradients, and also those along the mesh axes in ``partial_axes``.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     placements, gradient_placements = [], []
-    for p in x.placements:
+    for i, p in enumerate(x.placements):
         placement = Shard(dims[p.dim]) if p.is_shard() and p.dim in dims else Replicate()
+        is_partial = i in partial_axes or (p.is_shard() and placement.is_replicate())
         placements.append(placement)
-        gradient_placements.append(Partial() if p.is_shard() and placement.is_replicate() else placement)
+        gradient_placements.append(Partial() if is_partial else placement)
     if not is_sharded(t):
         t = DTensor.from_local(t, x.device_mesh, [Replicate()] * len(placements), run_check=False)
     # This is needed even if no data moves, because its backward pass gives the summed gradient the placements of t.
     return t.redistribute(x.device_mesh, placements).to_local(grad_placements=gradient_placements)
 
 
-def local_weights(weights: Weights, sides: Sequence[tuple[Layout, Any]], in_rows: bool = True) -> Weights:
+def local_weights(
+    weights: Weights, sides: Sequence[tuple[Layout, Any]], in_rows: bool = True, partial_axes: Sequence[int] = ()
+) -> Weights:
     """Return this rank's γ and β of a norm. ``sides`` holds the layout and the tensor of q and of k.
 
     If the tokens of explicit coordinates are sharded, prefix and suffix tokens can become ordinary rows. Set
-    ``in_rows`` in this case, to reject separate weights for token groups.
+    ``in_rows`` in this case, to reject separate weights for token groups. ``partial_axes`` are those of k's tensors,
+    as in :func:`take_local`.
     """
     shards: list[Tensor | None] = []
     for i, (layout, x) in enumerate(sides):
@@ -125,16 +129,16 @@ def local_weights(weights: Weights, sides: Sequence[tuple[Layout, Any]], in_rows
             by_head = t is not None and t.ndim > 1 and t.shape[-2] > 1
             if by_head:
                 local_part(x, HEADS)
-            shards.append(None if t is None else take_local(t, x, {HEADS: t.ndim - 2} if by_head else {}))
+            dims = {HEADS: t.ndim - 2} if t is not None and by_head else {}
+            shards.append(None if t is None else take_local(t, x, dims, partial_axes if i else ()))
     return Weights(*shards)
 
 
-def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
+def _local_heads(name: str, t: Tensor, x: Any, partial_axes: Sequence[int]) -> Tensor:
     """Return the part of a tensor (H or 1, ...) for this rank's heads."""
-    if t.shape[0] == 1:
-        return take_local(t, x, {})
-    check_heads(name, t, 0, x)
-    return take_local(t, x, {HEADS: 0})
+    if t.shape[0] > 1:
+        check_heads(name, t, 0, x)
+    return take_local(t, x, {HEADS: 0} if t.shape[0] > 1 else {}, partial_axes)
 
 
 def check_heads(name: str, t: Tensor, dim: int, x: Any) -> None:
@@ -146,12 +150,13 @@ def check_heads(name: str, t: Tensor, dim: int, x: Any) -> None:
         )
 
 
-def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:
+def local_positions(layout: Layout, tables: Tables, x: Any, partial_axes: Sequence[int] = ()) -> tuple[Layout, Tables]:
+    """Return the layout and the tables of x's shard. ``partial_axes`` are described in :func:`take_local`."""
     omega, phase, coords, origin, affine, rotated, amplitude = tables
-    omega = _local_heads("omega", omega, x)
-    phase = None if phase is None else _local_heads("phase", phase, x)
-    affine = None if affine is None else take_local(affine, x, {})
-    amplitude = None if amplitude is None else _local_heads("amplitude", amplitude, x)
+    omega = _local_heads("omega", omega, x, partial_axes)
+    phase = None if phase is None else _local_heads("phase", phase, x, partial_axes)
+    affine = None if affine is None else take_local(affine, x, {}, partial_axes)
+    amplitude = None if amplitude is None else _local_heads("amplitude", amplitude, x, partial_axes)
     start, length = local_part(x, TOKENS)
     by_sample = {BATCH: 0} if tables.by_sample else {}
     if layout.sizes:
@@ -163,7 +168,7 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
             rotated = None if rotated is None else rotated.expand(coords.shape[:-1])
             layout = Layout(length, 0, length, 0, ())
         dims = {**by_sample, TOKENS: len(by_sample)}
-        coords = take_local(coords, x, dims)
+        coords = take_local(coords, x, dims, partial_axes)
         if rotated is not None:
             rotated = take_local(rotated, x, dims)
     return layout, Tables(omega, phase, coords, origin, affine, rotated, amplitude)

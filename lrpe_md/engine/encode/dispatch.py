@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...checks import split_pair
+from ...checks import rotary_slice, split_pair
 from ...norm import Norm
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...positions.sequences import Packed, refuse_mixing
 from ...reference import activate
-from ..core.call import NO_TABLES, NO_WEIGHTS, Call, CallerTables, NormOptions, Options, Tables, Weights
+from ..core.call import NO_TABLES, NO_WEIGHTS, Call, CallerTables, Options, Tables, Weights
 from ..core.memory import accumulator, memory_order
 from ..core.norms import apply_norm, of_tensor, take_norm
 from ..core.operator import cache_call, call_cache, is_direct, is_plain, make_key, use_triton
 from .operator import ENCODE, run_in_place
 from .output import Target, check_places, check_target, write
 from .tables import TABLE_NAMES
-from .validate import check_act, check_input, rotary_slice, validate
+from .validate import check_act, check_input, validate
 from .views import encode_packed, order_outs, unpack_positions
 
 
@@ -38,7 +38,9 @@ def run_encoding(
     """Implement :func:`lrpe_md.cosine` and :func:`lrpe_md.rotate` for one tensor, or for q and k."""
     caller_tables = positions if type(positions) is CallerTables else None
     if type(positions) is Packed or (caller_tables is not None and _are_packed(xs)):
-        return _encode_views(run_encoding, options, xs, positions, (omega, phase, amplitude, norm), target)
+        return _encode_views(options, xs, positions, (omega, phase, amplitude, norm), target)
+    if options.rotary_dim is not None and options.map == "cosine":
+        return _run_part(options, xs, omega, positions, phase, amplitude, norm, target)
     weights = NO_WEIGHTS
     if norm is not None:
         options, weights = take_norm(options, norm, len(xs))
@@ -97,7 +99,7 @@ def _call_key(
         return direct, None
     for option in options:
         kind = type(option)
-        if not (option is None or kind is str or kind is int or kind is NormOptions):  # because 1.0 and True equal 1
+        if not (option is None or kind is str or kind is int or kind is Norm):  # because 1.0 and True equal 1
             return direct, None
     if has_tables:
         (cos, _, inverse), prefix = positions
@@ -193,27 +195,22 @@ def _run_each(
 
 
 def _encode_views(
-    run: Callable[..., Any],
-    options: Options,
-    xs: tuple[Tensor, ...],
-    positions: Packed | CallerTables,
-    others: tuple[Any, ...],
-    target: Target | None,
+    options: Options, xs: tuple[Tensor, ...], positions: Any, others: tuple[Any, ...], target: Target | None
 ) -> Any:
-    """Pass packed tokens (N, H, D) to ``run`` as views (1, H, N, D).
-
-    ``others`` are omega, phase, amplitude and norm.
-    """
-    omega, *rest = others
-    view_positions: Any = positions
+    """Encode packed tokens (N, H, D) as views (1, H, N, D). ``others`` are omega, phase, amplitude and norm."""
+    omega, phase, amplitude, norm = others
     num_tokens: int | None = None
     if isinstance(positions, Packed):
-        view_positions = unpack_positions(positions, options.dim)
-        num_tokens = view_positions.num_tokens
+        positions = unpack_positions(positions, options.dim)
+        num_tokens = positions.num_tokens
     else:
         refuse_mixing(options.dim)
-    view_target = None if target is None else target._replace(outs=order_outs(target.outs, xs))
-    return encode_packed(lambda *views: run(options, views, omega, view_positions, *rest, view_target), xs, num_tokens)
+    target = None if target is None else target._replace(outs=order_outs(target.outs, xs))
+
+    def run(*views: Tensor) -> Any:
+        return run_encoding(options, views, omega, positions, phase, amplitude, norm, target)
+
+    return encode_packed(run, xs, num_tokens)
 
 
 def _count_groups(phase: Any) -> int:
@@ -226,22 +223,20 @@ def _count_groups(phase: Any) -> int:
     return max(group_counts, default=1)
 
 
-def run_part(
+def _run_part(
     options: Options,
     xs: tuple[Tensor, ...],
     omega: Any,
     positions: Any,
-    phase: Any = None,
-    amplitude: Any = None,
-    norm: Norm | None = None,
-    target: Target | None = None,
+    phase: Any,
+    amplitude: Any,
+    norm: Norm | None,
+    target: Target | None,
 ) -> Any:
     """Apply the cosine map to the channels that ``rotary_dim`` selects.
 
     The channels before and after them become x̄.
     """
-    if type(positions) is Packed or (type(positions) is CallerTables and _are_packed(xs)):
-        return _encode_views(run_part, options, xs, positions, (omega, phase, amplitude, norm), target)
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..core import launching
-from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Needs
+from ..core.call import NO_COS_SIN, NO_NEEDS, NO_WEIGHTS, Call, Needs
 from ..core.memory import accumulator
 from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
@@ -76,11 +76,8 @@ def _drop_norm(call: Call) -> Call:
     return call._replace(spec=call.spec.without_norm(), weights=NO_WEIGHTS, launches=None)
 
 
-_NO_NEEDS = Needs()
-
-
 def _run_heads(
-    call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
+    call: Call, rows: Rows, needs: Needs = NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
     """Implement :func:`lrpe_md.engine.encode.launch.launch_rows` for a norm over all heads."""
     xs, dys = rows.xs, rows.dys
@@ -130,11 +127,9 @@ def _prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, n
         (programs, 1, variant.num_axes + variant.has_phase, variant.num_channels) if variant.need_dangles else None,
         (programs, width) if needs.norm else None, (num_q, 0), True,
     )  # fmt: skip
-    packed = pack_pairs(swapped_strides, variant)
-    launch = Launch(programs, outs, sums, packed, variant, {"num_warps": work_plan.num_warps})
-    launch.numbers = pack_numbers(*counts), launching.pack_grid(layout)
-    launch.tables = pack_table_strides(call, variant)
-    return launch
+    numbers, options = (pack_numbers(*counts), launching.pack_grid(layout)), {"num_warps": work_plan.num_warps}
+    strides, tables = pack_pairs(swapped_strides, variant), pack_table_strides(call, variant)
+    return Launch(programs, outs, sums, strides, variant, options, numbers, tables)
 
 
 def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:

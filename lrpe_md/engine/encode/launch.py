@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from triton.compiler import CompiledKernel
 
 from .. import kernels
 from ..core import launching
-from ..core.call import NO_TABLES, Call, Needs, Variant, Weights
+from ..core.call import NO_NEEDS, NO_TABLES, Call, Needs, Variant, Weights
 from ..core.memory import accumulator, like_in_memory, strides_in_memory
 from ..core.operator import cache_call, call_cache, make_key
 from ..core.recording import launch_kernel
@@ -21,7 +22,6 @@ from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
 from ..kernels.signature import pack_numbers
 from .plan import Pass, Work, plan, share_rows
 
-_NO_NEEDS = Needs()
 Strides = tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and of k in x, dy and the output
 
 lrpe_kernel: Any = kernels.lrpe_kernel
@@ -40,7 +40,7 @@ def forward(
         if launch is not None:
             return run_launch(launch, call, Rows(xs, [], []), xs[0].dtype)[0]
     xs, dtype = launching.materialise(*xs), xs[0].dtype
-    readable_call = use_affine_if_large(launching.make_readable(call), dtype, _NO_NEEDS)
+    readable_call = use_affine_if_large(launching.make_readable(call), dtype, NO_NEEDS)
     stats = []
     with launching.current_device(xs[0]):
         if call.spec.dim == -2:
@@ -123,30 +123,26 @@ class Rows(NamedTuple):
     start: Tensor | None = None  # (1,) or (B,): the index of the first token in each output
 
 
+@dataclass(slots=True, eq=False)
 class Launch:
     """A prepared launch, without its tensors."""
 
-    __slots__ = (
-        "counts", "no_partials", "norm_numbers", "numbers", "options", "outs", "programs", "run", "start_numbers",
-        "strides", "sums", "tables", "variant",
-    )  # fmt: skip
+    programs: int
+    outs: list[Any]  # (size, stride) of each output, or None if it has the dtype, size and stride of its input
+    sums: Sums
+    strides: Strides
+    variant: Variant
+    options: dict[str, Any]
+    numbers: tuple[Any, ...]  # ``numbers`` of the kernel
+    tables: tuple[int, ...]  # strides of tables
+    counts: tuple[int, ...] = ()  # N, first_index and num_grid
+    norm_numbers: tuple[int, ...] = ()
+    start_numbers: tuple[int, ...] = ()  # numbers that locate the start of each output
+    no_partials: Partials | None = None  # the result of allocate_partials, if there are no sums
+    run: Any = None  # function that runs the compiled kernel with this number of programs
 
-    def __init__(
-        self, programs: int, outs: list, sums: Sums, strides: Strides, variant: Variant, options: dict
-    ) -> None:
-        self.programs = programs
-        self.outs = outs  # (size, stride) of each output, or None if it has the dtype, size and stride of its input
-        self.sums = sums
-        self.no_partials = None if sums.angles or sums.weights else Partials(None, None, sums)
-        self.strides = strides
-        self.counts: tuple[int, ...] = ()  # N, first_index and num_grid
-        self.numbers: tuple[Any, ...] = ()  # ``numbers`` of the kernel
-        self.norm_numbers: tuple[int, ...] = pack_numbers(0, 0)  # numbers of the norm
-        self.start_numbers: tuple[int, ...] = ()  # numbers that locate the start of each output
-        self.tables: tuple[int, ...] = ()  # strides of tables
-        self.variant = variant
-        self.options = options
-        self.run: Any = None  # function that runs the compiled kernel with this number of programs
+    def __post_init__(self) -> None:
+        self.no_partials = None if self.sums.angles or self.sums.weights else Partials(None, None, self.sums)
 
 
 def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
@@ -157,7 +153,7 @@ def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
 
 
 def launch_rows(
-    call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
+    call: Call, rows: Rows, needs: Needs = NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
     """Launch the kernel on one tensor, or on q and k. Return the outputs and the partial sums.
 
@@ -171,7 +167,7 @@ def launch_rows(
 
 
 def find_launch(
-    call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = _NO_NEEDS, prepare: Callable[..., Launch] | None = None
+    call: Call, rows: Rows, dtype: torch.dtype, needs: Needs = NO_NEEDS, prepare: Callable[..., Launch] | None = None
 ) -> Launch:
     """Return the launch for these strides and addresses, or prepare one with :func:`prepare_launch` if there is none.
 
@@ -312,20 +308,16 @@ def prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, ne
     sums = _count_sums(variant, programs, groups, (num_walks * groups * q_parts, rows_per_head))
     layouts = _drop_equal_layouts(outs, sources, dtype)
     options = {"num_warps": work_plan.num_warps, **launching.limit_registers(work_plan.max_registers)}
-    launch = Launch(programs, layouts, sums, pack_pairs(strides, variant), variant, options)
-    launch.counts = launching.count_tokens(call.layout)
-    launch.numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *launching.pack_side(call, variant)
-    launch.norm_numbers = pack_numbers(q_parts, num_runs * samples)
-    launch.tables = pack_table_strides(call, variant)
-    if rows.start is not None:
-        launch.start_numbers = _pack_start(rows, rows.start)
+    numbers = programs_numbers, pack_numbers(*magics), pack_numbers(*shifts), *launching.pack_side(call, variant)
+    launch = Launch(
+        programs, layouts, sums, pack_pairs(strides, variant), variant, options, numbers,
+        pack_table_strides(call, variant), launching.count_tokens(call.layout),
+        pack_numbers(q_parts, num_runs * samples),
+    )  # fmt: skip
+    if rows.start is not None:  # see lrpe_md.engine.kernels.encode.move_output
+        lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
+        launch.start_numbers = pack_numbers(*lengths, int(len(rows.start) > 1))
     return launch
-
-
-def _pack_start(rows: Rows, start: Tensor) -> tuple[int, ...]:
-    """Return the packed numbers of ``start`` in :func:`lrpe_md.engine.kernels.encode.move_output`."""
-    lengths = [0 if t is None else t.shape[2] for t in (*rows.outs, None)][:2]
-    return pack_numbers(*lengths, int(len(start) > 1))
 
 
 def _drop_equal_layouts(outs: list[Any], sources: Sequence[Tensor], dtype: torch.dtype) -> list[Any]:

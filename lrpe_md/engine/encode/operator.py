@@ -12,7 +12,6 @@ from ... import reference
 from ..core.call import NO_WEIGHTS, Call, CosSin, Layout, Needs, Spec, Tables, Weights
 from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 from ..core.operator import Operator, Part
-from ..inductor.private import enable_recording
 
 Xs = tuple[Tensor, ...]  # x, or q and k
 
@@ -68,9 +67,6 @@ class Encode(Operator):
         cos_sin = call.cos_sin._replace(cos=cos, sin=sin)
         return call._replace(tables=tables, weights=Weights(*weights), cos_sin=cos_sin), tuple(rows)
 
-    def gather(self, call: Call, rows: Xs, learned: tuple[Tensor | None, ...]) -> Xs:
-        return rows
-
     def read_needs(self, needs_gradients: Sequence[bool]) -> Needs:
         return Needs(needs_gradients[0], needs_gradients[1], any(needs_gradients[4:]), any(needs_gradients[2:4]))
 
@@ -119,20 +115,9 @@ class Encode(Operator):
         needs: Needs,
         outs: Sequence[Tensor],
     ) -> list[Tensor]:
-        if not needs.tables:
-            return super().launch_backward(call, grads, inputs, saved, needs, outs)
-        gradients = super().launch_backward(call, grads, inputs, saved, needs._replace(tables=False), outs)
-        num_rows = len(grads)
-        return [*gradients[:num_rows], *self._differentiate_tables(call, grads, inputs), *gradients[num_rows:]]
-
-    def _differentiate_tables(self, call: Call, grads: Sequence[Tensor], xs: Xs) -> list[Tensor]:
-        """Compute the gradients of cos and sin with the reference, because the kernels don't compute them."""
-        with torch.enable_grad(), enable_recording():
-            cos, sin = (None if t is None else t.detach().requires_grad_() for t in call.cos_sin[:2])
-            call = call._replace(cos_sin=call.cos_sin._replace(cos=cos, sin=sin))
-            ys = self.run_reference(call, tuple(x.detach() for x in xs))
-            gradients = torch.autograd.grad(ys, call.cos_sin.tensors, grads)
-        return [t.detach().clone(memory_format=torch.contiguous_format) for t in gradients]
+        if needs.tables:  # the kernels don't compute the gradients of cos and sin
+            return self.run_reference_backward(call, grads, inputs, needs)
+        return super().launch_backward(call, grads, inputs, saved, needs, outs)
 
     def shape_gradients(self, call: Call, inputs: Xs, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         return [(g, call.spec.head_dim(g.shape[3])) for g in grads]

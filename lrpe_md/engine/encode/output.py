@@ -173,27 +173,23 @@ def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) 
     for i, (out, x) in enumerate(zip(target.outs, xs, strict=True)):
         if out is None:
             continue
-        name = target.name(i)
-        _check_out(name, out, x, (*x.shape[:3], width), target.start is not None)
+        name, shape = target.name(i), (*x.shape[:3], width)
+        check_dense(name, out, FORM)
+        out_shape = tuple(out.shape)
+        is_cache = len(out_shape) == 4 and out_shape == (*shape[:2], max(out_shape[2], shape[2]), shape[3])
+        if not (is_cache if target.start is not None else out_shape == shape):
+            form = f"({shape[0]}, {shape[1]}, {'' if target.start is None else 'at least '}{shape[2]}, {shape[3]})"
+            advice = f"; to write to part of a cache, pass out_start=, or a slice of {shape[2]} of its rows"
+            raise ValueError(f"{name}: expected shape {form}, got {out_shape}{advice if is_cache else ''}")
+        if out.dtype != x.dtype or out.device != x.device:
+            raise ValueError(
+                f"{name}: expected the dtype and device of the input, {x.dtype} on {x.device}, got {out.dtype} on "
+                f"{out.device}"
+            )
+        if out.requires_grad:
+            raise ValueError(f"{name}: expected a tensor that does not require grad; detach it")
         if direct and _overlaps_itself(out.shape, out.stride()):
             raise ValueError(f"{name}: expected elements that do not overlap in memory, got strides {out.stride()}")
-
-
-def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], has_start: bool) -> None:
-    check_dense(name, out, FORM)
-    out_shape = tuple(out.shape)
-    is_cache = len(out_shape) == 4 and out_shape == (*shape[:2], max(out_shape[2], shape[2]), shape[3])
-    if not (is_cache if has_start else out_shape == shape):
-        form = f"{shape}" if not has_start else f"({shape[0]}, {shape[1]}, at least {shape[2]}, {shape[3]})"
-        advice = f"; to write to part of a cache, pass out_start=, or a slice of {shape[2]} of its rows"
-        raise ValueError(f"{name}: expected shape {form}, got {out_shape}{advice if is_cache else ''}")
-    if out.dtype != x.dtype or out.device != x.device:
-        raise ValueError(
-            f"{name}: expected the dtype and device of the input, {x.dtype} on {x.device}, got {out.dtype} on "
-            f"{out.device}"
-        )
-    if out.requires_grad:
-        raise ValueError(f"{name}: expected a tensor that does not require grad; detach it")
 
 
 @lru_cache(maxsize=4096)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...checks import as_integer, can_read, check_boolean, check_dense, show_value
+from ...checks import as_integer, can_read, check_boolean, check_dense, show_value, warn_caller
 from ...positions.grid import Coordinates, Grid
 from ..core.call import Call, CallerTables, CosSin, Layout, Spec
 from ..core.memory import accumulator
-from ..core.operator import warn_caller
 
 COS, SIN = TABLE_NAMES = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
@@ -69,7 +68,12 @@ def take_tables(
             f"prefix: expected 0 without tables, got {show_value(prefix)}; a Grid or Coordinates has its own prefix"
         )
     if not (omega is positions is phase is amplitude is None):
-        _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
+        others = {"omega": omega, "positions": positions, "phase": phase, "amplitude": amplitude}
+        name, value = next((name, value) for name, value in others.items() if value is not None)
+        raise ValueError(
+            f"{name}: expected None with tables, which already contain cos and sin, got {type(value).__name__}; "
+            f"leave out tables or {name}"
+        )
     num_prefix = None if prefix is None else as_integer(prefix)
     if prefix is not None and (num_prefix is None or isinstance(prefix, bool) or num_prefix < 0):
         raise ValueError(
@@ -90,15 +94,6 @@ def take_tables(
     if sin is None:
         check_dense(SIN, sin, FORM)
     return CallerTables(CosSin(cos, sin, inverse), num_prefix)
-
-
-def _refuse_beside_tables(**others: Any) -> None:
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}: expected None with tables, which already contain cos and sin, got {type(value).__name__}; "
-                f"leave out tables or {name}"
-            )
 
 
 def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
@@ -142,8 +137,7 @@ def _warn_of_other_layout(sin: Tensor, spec: Spec) -> None:
             shown = spec.sections if spec.pairs == "blocks" else spec.pairs
             warn_caller(
                 f"tables: expected the same entry for both channels of a pair (pairs={shown!r}), got the layout of "
-                f"{repeated}. The result is not a rotation; pass pairs={layout!r}, or tables with one entry per pair",
-                UserWarning,
+                f"{repeated}. The result is not a rotation; pass pairs={layout!r}, or tables with one entry per pair"
             )
             return
 

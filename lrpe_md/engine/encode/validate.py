@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from ...checks import as_integer, check_dense, check_precise, fleeting, invalid_positions, show_value
+from ...checks import check_dense, check_precise, fleeting, invalid_positions, rotary_slice, show_value
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS, MAPS
@@ -25,7 +25,7 @@ from ..core.call import (
     Tables,
     Weights,
 )
-from ..core.norms import check_weights
+from ..core.norms import check_weights, norm_fields
 from .tables import TRANSPOSE, check_tables
 
 ORDERS = get_args(Order)
@@ -67,13 +67,13 @@ def validate(
         if not len(phase):
             raise ValueError(f"phase: expected at least one group, got shape {tuple(phase.shape)}")
         phase_name, phase = "phase[0]", phase[0]  # groups only differ in their values
-    place = locate(positions, x)
+    layout, tables = locate(positions, x)
     if spec.dim == -2 and isinstance(positions, Grid) and not positions.whole:
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
-    num_axes = len(place.layout.sizes) if place.coords is None else place.coords.shape[-1]
-    if num_axes < 1:
-        size = () if place.coords is None else tuple(place.coords.shape)
-        raise ValueError(f"positions: expected at least one axis, got coords of shape {size}")
+    coords = tables.coords
+    num_axes = len(layout.sizes) if coords is None else coords.shape[-1]
+    if coords is not None and num_axes < 1:
+        raise ValueError(f"positions: expected at least one axis, got coords of shape {tuple(coords.shape)}")
     channels = spec.num_channels
     if isinstance(omega, (tuple, list)) and omega and isinstance(omega[0], Tensor):
         raise TypeError(
@@ -95,10 +95,9 @@ def validate(
                 f"{name}: expected 1 head, or {first.shape[0]} like {first_name}, got {t.shape[0]} in a tensor of "
                 f"shape {tuple(t.shape)}"
             )
-    tables = Tables(omega, phase, place.coords, place.origin, place.affine, place.rotated, amplitude)
     if options.norm is not None:
-        check_weights(options, weights, xs, place.layout)
-    return Call(spec, place.layout, tables, None, weights)
+        check_weights(options, weights, xs, layout)
+    return Call(spec, layout, Tables(omega, phase, *tables[2:6], amplitude), None, weights)
 
 
 def _specify(options: Options, head_dim: int) -> Spec:
@@ -116,8 +115,8 @@ def _specify(options: Options, head_dim: int) -> Spec:
     else:
         check_unused(options, "order")
         pairs, sections = check_pairs(options.pairs, channels)
-    norm: Any = () if options.norm is None else options.norm
-    return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, *norm)
+    fields: Any = {} if options.norm is None else norm_fields(options.norm)
+    return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, **fields)
 
 
 _UNUSED = {"pairs": "half", "order": "cos_sin", "rotary_dim": None}  # default values of options that not every map has
@@ -174,14 +173,10 @@ def _lay_out_amplitude(value: Any, channels: int, device: torch.device) -> Tenso
         raise ValueError(f"amplitude: expected a finite number, got {show_value(value)}")
     if value == 1:
         return None
-    if torch.compiler.is_compiling() or fleeting() or _is_capturing(device):
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # a CUDA graph
+    if is_capturing or torch.compiler.is_compiling() or fleeting():
         return torch.full((1, channels), value, dtype=torch.float64, device=device)
     return _make_constant(float(value), channels, device)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @cache  # unlimited, because a CUDA graph may hold the address
@@ -230,33 +225,6 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
             )
 
 
-def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = True) -> tuple[int, int]:
-    """Return the first mapped channel and the number of mapped channels. Set ``even`` if this number must be even."""
-    if rotary_dim is None:
-        start, stop = 0, head_dim
-        if even and head_dim % 2:
-            raise ValueError(
-                f"head_dim: expected an even number, got {head_dim}. Channels are rotated in pairs; rotate an even "
-                "number of channels with rotary_dim=, or use the cosine map"
-            )
-    elif isinstance(rotary_dim, slice):
-        if rotary_dim.step not in (None, 1):
-            raise ValueError(f"rotary_dim: expected a slice with step 1, got {rotary_dim}")
-        start, stop, _ = rotary_dim.indices(head_dim)
-    else:
-        start, stop = 0, None if isinstance(rotary_dim, bool) else as_integer(rotary_dim)
-        if stop is None:
-            raise TypeError(f"rotary_dim: expected a number of channels, a slice or None, got {show_value(rotary_dim)}")
-    if not even and not 0 <= start < stop <= head_dim:
-        raise ValueError(f"rotary_dim: expected a width from 1 to head_dim = {head_dim}, got {show_value(rotary_dim)}")
-    if not (0 <= start < stop <= head_dim and (not even or (stop - start) % 2 == 0)):
-        raise ValueError(
-            f"rotary_dim: expected an even width of at most head_dim = {head_dim}, got {show_value(rotary_dim)} "
-            f"({stop - start} channels)"
-        )
-    return start, stop - start
-
-
 def remedy_layout(x: Tensor, positions: Any) -> str:
     """Return advice if axes of ``x`` or of the positions are missing or in the wrong order, and "" otherwise."""
     coords = positions.coords if isinstance(positions, Coordinates) else positions
@@ -284,17 +252,8 @@ def remedy(x: Tensor, positions: Any) -> str:
     return ""
 
 
-class Place(NamedTuple):
-    """Layout and tables that result from positions."""
-
-    layout: Layout
-    coords: Tensor | None = None
-    origin: Tensor | None = None
-    affine: Tensor | None = None
-    rotated: Tensor | None = None
-
-
-def locate(positions: Any, x: Tensor) -> Place:
+def locate(positions: Any, x: Tensor) -> tuple[Layout, Tables]:
+    """Return the layout of x's tokens, and the tables that define their positions."""
     if isinstance(positions, Grid):
         return _locate_grid(positions, x)
     if isinstance(positions, Tensor):
@@ -318,11 +277,10 @@ def locate(positions: Any, x: Tensor) -> Place:
             f"positions: expected coords on x's device {x.device}, got {coords.device}; build them with "
             "device=x.device (pack, pad, compose), or move them with .to()"
         )
-    layout = Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ())
-    return Place(layout, coords, rotated=rotated)
+    return Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ()), Tables(None, coords=coords, rotated=rotated)
 
 
-def _locate_grid(grid: Grid, x: Tensor) -> Place:
+def _locate_grid(grid: Grid, x: Tensor) -> tuple[Layout, Tables]:
     num_tokens = x.shape[2]
     if grid.num_tokens != num_tokens:
         raise ValueError(
@@ -343,4 +301,4 @@ def _locate_grid(grid: Grid, x: Tensor) -> Place:
                 f"positions: expected the origin on x's device {x.device}, got {origin.device}; move it with .to()"
             )
     layout = Layout(num_tokens, grid.prefix, grid.num_grid_tokens, grid.start, tuple(grid.shape))
-    return Place(layout, origin=origin, affine=grid.affine(x.device))
+    return layout, Tables(None, origin=origin, affine=grid.affine(x.device))

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops
-from ..core.call import Variant
 from ..core.memory import split_projection
 from ..core.recording import COMPILER_OPTIONS, KernelLaunch, UnrecordableError, record
 from .private import get_storage_id
@@ -44,21 +43,19 @@ def _hash_source() -> str:
 SOURCE = _hash_source()
 
 
-def register(operator: Any) -> None:
-    """Register the lowerings of an :class:`Operator`, if Inductor is already imported."""
+def register(operator: Any = None) -> None:
+    """Register the lowerings of an :class:`Operator`, or of the join of gradients, if Inductor is already imported."""
     if "torch._inductor.lowering" in sys.modules:
         _register(operator)
-
-
-def register_join() -> None:
-    """Register the lowering of the operator that joins gradients, if Inductor is already imported."""
-    if "torch._inductor.lowering" in sys.modules:
-        _register_join()
 
 
 @cache
 def _register(operator: Any) -> None:
     from torch._inductor.lowering import fallback_handler, register_lowering
+
+    if operator is None:
+        register_lowering(ops.join.default, type_promotion_kind=None)(_lower_join)
+        return
 
     def lower_forward(*args: Any) -> Any:
         return _lower_or_call(operator.run_forward, args, None, call_forward)
@@ -70,13 +67,6 @@ def _register(operator: Any) -> None:
     call_forward, call_backward = fallback_handler(forward), fallback_handler(backward)
     register_lowering(forward, type_promotion_kind=None)(lower_forward)
     register_lowering(backward, type_promotion_kind=None)(lower_backward)
-
-
-@cache
-def _register_join() -> None:
-    from torch._inductor.lowering import register_lowering
-
-    register_lowering(ops.join.default, type_promotion_kind=None)(_lower_join)
 
 
 def _lower_or_call(
@@ -113,7 +103,10 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
         v_gradient = None if join is None or join.v_gradient is None else inputs.read(join.v_gradient)
         num_joined = 0 if join is None else join.num_joined
         with record() as recorded:
-            views = () if join is None else join.split_views(torch.empty(join.shape, dtype=join.dtype, device="meta"))
+            views: Sequence[Tensor] = ()
+            if join is not None:
+                buffer = torch.empty(join.shape, dtype=join.dtype, device="meta")
+                views = split_projection(buffer, join.node.args[1])
             outs = run(*values, outs=views[:num_joined]) if views else run(*values)
         for launch in recorded.launches:
             _check_compilable(launch, inputs.device)
@@ -154,18 +147,14 @@ def _check_compilable(launch: KernelLaunch, device: torch.device | None) -> None
 
     if V.graph.cpp_wrapper and _needs_launcher(launch):
         raise FallBackToOperator
-    if _sums_rows(launch.variant) and not launch.variant.aligned:
+    variant = launch.variant
+    sums_rows = variant.norm != "none" or variant.dim != 0 or variant.num_features > 0 or variant.need_dangles
+    if sums_rows and variant.head_dim > 0 and not variant.aligned:
         raise FallBackToOperator  # constant strides would distribute rows differently over threads, which changes sums
-    if launch.variant.num_features:
+    if variant.num_features:
         properties = torch.cuda.get_device_properties(device)
         if getattr(properties, "shared_memory_per_block_optin", 0) < _LARGEST_SHARED:
             raise FallBackToOperator
-
-
-def _sums_rows(variant: Variant) -> bool:
-    """Return whether a kernel sums over channels or tokens."""
-    sums = variant.norm != "none" or variant.dim != 0 or variant.num_features > 0 or variant.need_dangles
-    return sums and variant.head_dim > 0
 
 
 def _needs_launcher(launch: KernelLaunch) -> bool:
@@ -199,11 +188,14 @@ class _Inputs:
 
     def _make(self, box: Any) -> Tensor:
         """Create a meta tensor with the size, stride, dtype and 16-byte alignment of Inductor's tensor."""
+        from torch._inductor import ir
+
         if box.get_device().type != "cuda" or self.device not in (None, box.get_device()):
             raise FallBackToOperator
         self.device = box.get_device()
         size = [_read_number(n) for n in box.get_size()]
-        box = _realize(box)
+        box = ir.ExternKernel.realize_input(box)  # makes Inductor store the tensor in memory
+        box.freeze_layout()
         stride = [_read_number(n) for n in box.get_stride()]
         begin = 0 if _is_aligned(box) else 1
         t = torch.empty_strided(size, stride, dtype=box.get_dtype(), device="meta")
@@ -275,10 +267,6 @@ class _Join(NamedTuple):
     dtype: torch.dtype
     v_gradient: Any  # v's gradient, if another node has already written it to memory
 
-    def split_views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the joined buffer for dq, dk and dv."""
-        return split_projection(buffer, self.node.args[1])
-
 
 def _find_join(count: int) -> _Join | None:
     """Return the join that uses the first ``count`` outputs of the node being lowered, or None if there isn't one."""
@@ -322,15 +310,6 @@ def _lower_join(grads: Sequence[Any], num_key_heads: int | None) -> Any:
 
 
 # --- tensors of the compiler -----------------------------------------------------------------------------------------
-
-
-def _realize(box: Any) -> Any:
-    """Make Inductor store a tensor in memory with fixed strides."""
-    from torch._inductor import ir
-
-    box = ir.ExternKernel.realize_input(box)
-    box.freeze_layout()
-    return box
 
 
 def _is_aligned(box: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...norm import Norm
 from ...reference_linear import Attention
-from ..core.call import NO_WEIGHTS, Act, Impl, Layout, NormOptions, Options, Order, Pairs, Spec, Tables, Weights
+from ..core.call import NO_WEIGHTS, Act, Impl, Layout, Options, Order, Pairs, Spec, Tables, Weights
 
 MapOrNone = Literal["cosine", "rotate"] | None
 NormalizerName = Literal["unrotated", "encoded", "none"]
@@ -33,7 +33,7 @@ class LinearOptions(NamedTuple):
     eps: float = 1e-6
     return_state: bool = False
     impl: Impl = "auto"
-    norm: NormOptions | None = None
+    norm: Norm | None = None  # without its weight and bias
     rule: Rule = "add"
     directions: Directions = "forward"
 
@@ -67,6 +67,7 @@ class Sides(NamedTuple):
     positions: Any = None
     phase: Any = None
     amplitude: float | Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
 
 class LinearCall(NamedTuple):
@@ -113,7 +114,7 @@ class Results(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Tensor arguments that are not part of :class:`LinearCall`.
+    """Tensor arguments that are neither in :class:`Sides` nor in :class:`LinearCall`.
 
     ``state`` is (S, Σ), (S,) or (). With both directions, there are twice as many tensors, as described in
     :func:`lrpe_md.reference_linear.attend`.
@@ -122,8 +123,8 @@ class Operands(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    gate: Tensor | None
-    state: tuple[Tensor, ...]
+    gate: Tensor | None = None
+    state: tuple[Tensor, ...] = ()
     decay: Tensor | None = None
 
 

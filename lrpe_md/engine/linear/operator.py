@@ -88,18 +88,14 @@ class Attend(Operator):
         self, call: LinearCall, inputs: Operands, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
     ) -> tuple[LinearCall, Operands]:
         q, k, v = rows
-        _, omega, phase_q, phase_k, *_ = learned
+        gate, omega, phase_q, phase_k, *_, decay = learned
+        state: Any = tuple(learned[8:-1])
         call = call._replace(
             q_tables=call.q_tables._replace(omega=omega, phase=phase_q),
             k_tables=call.k_tables._replace(omega=omega, phase=phase_k),
             weights=Weights(*learned[4:8]),
         )
-        return call, self.gather(call, (q, k, v), tuple(learned))
-
-    def gather(self, call: LinearCall, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]) -> Operands:
-        q, k, v = rows
-        state: Any = learned[8:-1]
-        return Operands(q, k, v, learned[0], state, learned[-1])
+        return call, Operands(q, k, v, gate, state, decay)
 
     def read_needs(self, needs_gradients: Sequence[bool]) -> LinearNeeds:
         gate, omega, phase_q, phase_k = needs_gradients[:4]
@@ -232,6 +228,7 @@ def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     """
     q, v, decay, attention = operands.q, operands.v, operands.decay, call.attention
     forgets, features, reason = attention.memory != "sum", 0, ""
+    is_learned_by_head = decay is not None and decay.ndim == 1 and decay.requires_grad and torch.is_grad_enabled()
     if forgets and call.cu_seqlens is not None:
         reason = "a decay with cu_seqlens"
     elif forgets and attention.block == 1:
@@ -240,7 +237,7 @@ def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
         reason = "float64 on a GPU"
     elif not q.is_cuda:
         return True
-    elif attention.mask == "causal" and _is_learned_by_head(decay):
+    elif attention.mask == "causal" and is_learned_by_head:
         reason = "a causal mask with a per-head decay that needs a gradient"
     else:
         features = call.spec.out_dim(q.shape[3])
@@ -250,10 +247,6 @@ def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     if reason and impl == "triton":
         raise ValueError(f"impl: 'triton' has no kernel for {reason}; use impl='auto'")
     return not reason
-
-
-def _is_learned_by_head(decay: Tensor | None) -> bool:
-    return decay is not None and decay.ndim == 1 and decay.requires_grad and torch.is_grad_enabled()
 
 
 _INPUTS = "Tensor q", "Tensor k", "Tensor v", "Tensor? gate", "Tensor? decay", "Tensor[] state", "Tensor[] saved"

@@ -1,20 +1,20 @@
 """Run linear attention on DTensors. Each rank runs the same call on its shard.
 
 If tokens are sharded, each rank first computes the state of its keys in a call without queries. Without a mask, the
-rank's queries then read the sum of all ranks' states in a call without keys. With a causal or block mask, the rank
-instead runs its tokens with the sum of the previous ranks' states as the initial state.
+rank's queries then read the sum of all ranks' states in a call without keys.
 
-With decay or the delta rule, the tokens of a rank turn the preceding state S into T S + B. In the reverse direction, S
+With a causal or block mask, the tokens of a rank turn the preceding state S into T S + B. In the reverse direction, S
 is the following state. Each rank gathers T and B from all ranks, and applies those of all preceding ranks in order. In
 the reverse direction, it applies those of all following ranks. With rule "add", T is the product of the rank's decays,
-and B is a sum over its keys, weighted by the decays of later blocks. With rule "delta", T = Π_f g_f (I − A_f). This T
+and B is a sum over its keys, weighted by the decays of later blocks. Without decay, T is 1, and B is the state of the
+rank's keys. With rule "delta", T = Π_f g_f (I − A_f). This T
 is the rank's final state if its initial state is the identity matrix and its values are 0. A_f is symmetric, so the
 reverse direction uses the transpose of T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,59 +59,48 @@ def run_shards(
     local = _localize(call, q, k)
     _check_blocks_of_ranks(call, q)
     partial_axes = _find_partial_axes(q, k)
+    if gate is not None:
+        dims = {BATCH: 0, TOKENS: 2} if gate.shape[1] == 1 else {BATCH: 0, HEADS: 1, TOKENS: 2}
+        gate = sharding.take_local(gate, k, dims, partial_axes)
     here = Operands(
-        _local(q, q), _local(k, q), _local(v, q), gate if gate is None else _local_gate(gate, k, partial_axes),
-        tuple(_share_gradient(sharding.take_local(t, k, {BATCH: 0, HEADS: 1}), k, partial_axes) for t in state),
+        _local(q, q), _local(k, q), _local(v, q), gate,
+        tuple(sharding.take_local(t, k, {BATCH: 0, HEADS: 1}, partial_axes) for t in state),
         decay if decay is None else _local_decay(decay, (call, local), k, partial_axes),
     )  # fmt: skip
     over_tokens = [i for i, p in enumerate(placed[1].placements) if p.is_shard(TOKENS)]
     if over_tokens:
         group = placed[0].device_mesh.get_group(over_tokens[0])
-        if call.attention.forgets:
-            o, after = _run_memory(run, local, here, group, return_state)
+        if call.attention.mask == "full":
+            o, after = _run_unmasked(run, local, here, group)
         else:
-            o, after = _run_tokens(run, local, here, group)
+            o, after = _run_in_order(run, local, here, group, return_state)
     else:
         o, after = run(local, here, return_state)
     states = [_whole_state(t, q, k) for t in after] if return_state else []
     return sharding.wrap_shard(o, q, v.shape[3]), *states
 
 
-def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
-    """Run a call whose tokens are sharded over the group.
-
-    Return the local shard of o, and the state after all tokens.
-    """
+def _run_unmasked(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
+    """Run the local queries on the keys of all ranks. Return o and the state of all keys."""
     q, k, v, gate, before, _ = operands
-    state_call, given = _without_queries(call, operands)
-    state_call = state_call._replace(attention=call.attention._replace(mask="full", block=0))
-    _, own = run(state_call, given, True)
-    if call.attention.mask == "full":
-        total = _add([_SumRanks.apply(t, group) for t in own], before)
-        k_layout, k_tables = _without_tokens(call.k_layout, call.k_tables)
-        reading = call._replace(k_layout=k_layout, k_tables=k_tables)
-        no_gate = None if gate is None else gate[:, :, :0]
-        return run(reading, Operands(q, k[:, :, :0], v[:, :, :0], no_gate, total), False)[0], total
-    states, _ = _gather((own, ()), group)
-    start = _add([t[: dist.get_rank(group)].sum(0) for t in states], before)
-    return run(call, operands._replace(state=start), False)[0], _add([t.sum(0) for t in states], before)
+    total = tuple(_SumRanks.apply(t, group) for t in run(*_without_queries(call, operands), True)[1])
+    total = tuple(a + b for a, b in zip(total, before, strict=True)) if before else total
+    k_layout, k_tables = _without_tokens(call.k_layout, call.k_tables)
+    reading = call._replace(k_layout=k_layout, k_tables=k_tables)
+    no_gate = None if gate is None else gate[:, :, :0]
+    return run(reading, Operands(q, k[:, :, :0], v[:, :, :0], no_gate, total), False)[0], total
 
 
-def _add(state: list[Any], before: State) -> State:
-    return tuple(a + b for a, b in zip(state, before, strict=True)) if before else tuple(state)
-
-
-# --- states that forget -----------------------------------------------------------------------------------------
-
-
-def _run_memory(run: Run, call: LinearCall, operands: Operands, group: Any, return_state: bool) -> tuple[Tensor, State]:
+def _run_in_order(
+    run: Run, call: LinearCall, operands: Operands, group: Any, return_state: bool
+) -> tuple[Tensor, State]:
     """Run the local tokens with an initial state from the other ranks. Return o and the state after all tokens."""
     both, k = call.attention.has_both_directions, operands.k
     with no_autocast(k):
-        if call.attention.rule == "add":
-            parts, transitions = _map_by_decay(run, call, operands)
-        else:
+        if call.attention.rule == "delta":
             parts, transitions = _map_by_delta_rule(run, call, operands)
+        else:
+            parts, transitions = _map_by_decay(run, call, operands)
         parts, transitions = _gather((parts, transitions), group)
         count = len(parts) // 2 if both else len(parts)
         first = operands.state or tuple(torch.zeros_like(t[0]) for t in parts[:count])
@@ -152,11 +141,15 @@ def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
 
 
 def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
-    """Return B and T for rule "add", where T is the product of the decays.
+    """Return B and T for rule "add", where T is the product of the decays, or 1 without a decay.
 
     In each direction, B is a sum over all keys, in which the decays act like gates. So B needs no scan.
     """
     _, k, _, gate, _, decay = operands
+    state_call, given = _without_queries(call, operands)
+    state_call = state_call._replace(attention=call.attention._replace(mask="full", block=0, memory="sum"))
+    if not call.attention.forgets:
+        return run(state_call, given, True)[1], (k.new_ones(k.shape[:2], dtype=accumulator(k.dtype)),)
     dtype, both = accumulator(k.dtype), call.attention.has_both_directions
     ends, block = (call.k_layout.ends, call.attention.block) if call.attention.mask == "block" else ((0, 0), 1)
     num_blocks = (k.shape[2] - sum(ends)) // block
@@ -165,8 +158,6 @@ def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State
     before = torch.nn.functional.pad(logs.cumsum(-1), (1, 0))
     # One entry per slot: the prefix, the blocks and the suffix.
     slots = [torch.nn.functional.pad(after, (0, 1))] + [torch.nn.functional.pad(before, (1, 0))] * both
-    state_call, given = _without_queries(call, operands)
-    state_call = state_call._replace(attention=call.attention._replace(mask="full", block=0, memory="sum"))
     parts: State = ()
     for logs_of_slots in slots:
         weights = _expand_slots(logs_of_slots.exp().to(dtype), ends, block).expand(k.shape[0], -1, -1)
@@ -281,41 +272,21 @@ class _GatherRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        return _SumForRank.apply(*grads, ctx.group), None
+        return _SumRanks.apply(*grads, ctx.group)[dist.get_rank(ctx.group)], None
 
 
-class _SumForRank(torch.autograd.Function):
-    """Reduce-scatter a tensor (R, ...) over the R ranks of a group. Each rank gets its own sum (...)."""
+class _KeepFirst(torch.autograd.Function):
+    """Identity function that keeps the gradient only on the first rank, because all ranks have the same gradient."""
 
     @staticmethod
     def forward(ctx, t, group):
         ctx.group = group
-        received = torch.empty_like(t, memory_format=torch.contiguous_format)
-        # We don't use reduce_scatter, because some versions of gloo lack it.
-        dist.all_to_all_single(received, t.contiguous(), group=group)
-        return received.sum(0)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return _GatherRanks.apply(*grads, ctx.group), None
-
-
-class _ChangeGradient(torch.autograd.Function):
-    """Identity function whose backward pass returns ``change(gradient, group)``."""
-
-    @staticmethod
-    def forward(ctx, t, change, group):
-        ctx.change, ctx.group = change, group
         return t.view_as(t)
 
     @staticmethod
     def backward(ctx, *grads):
-        return ctx.change(*grads, ctx.group), None, None
-
-
-def _keep_first(grad: Tensor, group: Any) -> Tensor:
-    """Return the gradient on the first rank and zeros on the other ranks, because all ranks have the same gradient."""
-    return grad if dist.get_rank(group) == 0 else torch.zeros_like(grad)
+        (grad,) = grads
+        return grad if dist.get_rank(ctx.group) == 0 else torch.zeros_like(grad), None
 
 
 # --- placements ---------------------------------------------------------------------------------------------------
@@ -372,12 +343,6 @@ def _find_partial_axes(q: Any, k: Any) -> list[int]:
     ]
 
 
-def _share_gradient(t: Tensor, x: Any, axes: list[int]) -> Tensor:
-    for axis in axes:
-        t = _ChangeGradient.apply(t, _SumRanks.apply, x.device_mesh.get_group(axis)) if t.is_floating_point() else t
-    return t
-
-
 def _local(x: Any, q: Any) -> Tensor:
     """Return this rank's shard of q, k or v."""
     from torch.distributed.tensor import Partial
@@ -388,16 +353,11 @@ def _local(x: Any, q: Any) -> Tensor:
     return x.redistribute(x.device_mesh, x.placements).to_local(grad_placements=grads)
 
 
-def _local_gate(gate: Any, k: Any, partial_axes: list[int]) -> Tensor:
-    dims = {BATCH: 0, TOKENS: 2} if gate.shape[1] == 1 else {BATCH: 0, HEADS: 1, TOKENS: 2}
-    return _share_gradient(sharding.take_local(gate, k, dims), k, partial_axes)
-
-
 def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, partial_axes: list[int]) -> Tensor:
     """Return the decays of this rank's samples, heads and blocks. ``calls`` is (global call, local call)."""
     sizes = {HEADS: 0} if decay.ndim == 1 else {BATCH: 0, HEADS: 1}
     dims = {dim: place for dim, place in sizes.items() if decay.shape[place] > 1}
-    found = _share_gradient(sharding.take_local(decay, k, dims), k, partial_axes)
+    found = sharding.take_local(decay, k, dims, partial_axes)
     if decay.ndim == 1 or sharding.count_ranks(k, TOKENS) == 1:
         return found
     (start, length), block = sharding.local_part(k, TOKENS), calls[0].attention.block
@@ -412,26 +372,24 @@ def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
     q_layout, q_tables = k_layout, k_tables = _local_side(call, call.q_layout, call.q_tables, q)
     partial_axes = _find_partial_axes(q, k)
     if partial_axes or call.k_tables is not call.q_tables:
-        k_layout, k_tables = _local_side(call, call.k_layout, call.k_tables, k)
-        phase, coords = (
-            t if t is None else _share_gradient(t, k, partial_axes) for t in (k_tables.phase, k_tables.coords)
-        )
+        k_layout, k_tables = _local_side(call, call.k_layout, call.k_tables, k, partial_axes)
         # q and k share one tensor of frequencies, so autograd adds their gradients before ranks communicate.
-        k_tables = k_tables._replace(omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords)
+        k_tables = k_tables._replace(omega=q_tables.omega, amplitude=q_tables.amplitude)
     in_rows = call.spec.map != "none"  # without a map, the layout of a shard keeps its prefix and suffix
-    weights = sharding.local_weights(call.weights, [(call.q_layout, q), (call.k_layout, k)], in_rows)
-    weight_k, bias_k = (None if t is None else _share_gradient(t, k, partial_axes) for t in weights[2:])
+    sides = [(call.q_layout, q), (call.k_layout, k)]
     cu_seqlens: Any = call.cu_seqlens
     return call._replace(
         q_layout=q_layout, k_layout=k_layout, q_tables=q_tables, k_tables=k_tables, launches=None,
         cu_seqlens=cu_seqlens.to_local() if is_sharded(cu_seqlens) else cu_seqlens,
-        weights=weights._replace(weight_k=weight_k, bias_k=bias_k),
+        weights=sharding.local_weights(call.weights, sides, in_rows, partial_axes),
     )  # fmt: skip
 
 
-def _local_side(call: LinearCall, layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:
+def _local_side(
+    call: LinearCall, layout: Layout, tables: Tables, x: Any, partial_axes: Sequence[int] = ()
+) -> tuple[Layout, Tables]:
     if call.spec.map != "none":
-        return sharding.local_positions(layout, tables, x)
+        return sharding.local_positions(layout, tables, x, partial_axes)
     start, length = sharding.local_part(x, TOKENS)
     return layout._replace(num_tokens=length, start=layout.start + start), tables
 
@@ -444,7 +402,7 @@ def _whole_state(t: Tensor, q: Any, k: Any) -> Tensor:
         cut = theirs.is_shard(BATCH) or theirs.is_shard(HEADS)
         placements.append(theirs if cut else Replicate())
         if ours.is_shard() and not cut:
-            t = _ChangeGradient.apply(t, _keep_first, q.device_mesh.get_group(axis))
+            t = _KeepFirst.apply(t, q.device_mesh.get_group(axis))
     batch = k.shape[0] if sharding.count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples or of packed sequences
     shape = torch.Size((batch, k.shape[1], *t.shape[2:]))
     stride = torch.empty(shape, device="meta").stride()

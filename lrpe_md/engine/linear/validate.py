@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,40 +24,29 @@ from ...reference import ACTIVATIONS
 from ...reference_linear import Attention
 from ..core.call import NO_WEIGHTS, Call, Layout, Spec, Tables, Weights
 from ..core.memory import accumulator
-from ..core.norms import check_weights
+from ..core.norms import check_weights, norm_fields
 from ..core.operator import check_impl
 from ..encode.tables import explain_missing
 from ..encode.validate import WHOLE_PACK, check_act, check_input, check_unused, locate, validate
-from .call import Directions, LinearCall, LinearOptions, NormalizerName, Rule, Sides
+from .call import Directions, LinearCall, LinearOptions, NormalizerName, Operands, Rule, Sides
 
 PACKED = f"q, k and v as (1, H, N, D), with cu_seqlens or {WHOLE_PACK}"
 NORMALIZER_NAMES, RULES, DIRECTIONS = get_args(NormalizerName), get_args(Rule), get_args(Directions)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
 
 
-class TensorArguments(NamedTuple):
-    """Tensor arguments of a call, except frequencies and positions."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    state: tuple[Tensor, ...] = ()  # S, or S and Σ
-    weights: Weights = NO_WEIGHTS
-    decay: Tensor | None = None
-
-
-def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> LinearCall:
+def validate_linear(
+    options: LinearOptions, operands: Operands, sides: Sides, weights: Weights = NO_WEIGHTS
+) -> LinearCall:
     """Check all arguments, and return the validated call."""
-    attention = _make_attention(options, arguments)
-    q, k, v = arguments.q, arguments.k, arguments.v
+    attention = _make_attention(options, operands)
+    q, k, v, gate, _, decay = operands
     has_position_pair = type(sides.positions) is tuple
     check_input("q", q, q, packed=PACKED)
     other_length = has_position_pair or (options.map is None and sides.positions is None)
     check_input("k", k, q, other_length=other_length, packed=PACKED)
     _check_values(v, q, k)
-    check_gate(arguments.gate, k)
+    check_gate(gate, k)
     if has_position_pair and attention.mask != "full":
         mask_name = "block" if attention.mask == "block" else "is_causal"
         raise ValueError(f"positions: expected the same positions for q and k with {mask_name}, got a pair")
@@ -65,29 +54,27 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
         raise ValueError(
             f"k: expected the same number of tokens as q ({q.shape[2]}) with a causal or block mask, got {k.shape[2]}"
         )
-    cu_seqlens = _check_cu_seqlens(arguments.cu_seqlens, q, attention.mask, has_position_pair)
-    q_side, k_side = _place_sides(options, arguments, sides)
-    spec = q_side.spec
-    if options.norm is not None:
-        kind, over, eps, offset = options.norm
-        spec = spec._replace(norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
+    if sides.cu_seqlens is not None:
+        _check_cu_seqlens(sides.cu_seqlens, q, attention.mask, has_position_pair)
+    q_side, k_side = _place_sides(options, q, k, sides)
+    spec = q_side.spec if options.norm is None else q_side.spec._replace(**norm_fields(options.norm))
     if attention.mask == "block":
         _check_blocks(q_side.layout, sides.positions, attention.block)
-    if arguments.decay is not None:
-        _check_decay(arguments.decay, k, q_side.layout, attention)
+    if decay is not None:
+        _check_decay(decay, k, q_side.layout, attention)
     if attention.memory == "add" and attention.block == 1 and not any(q_side.layout.ends):
         attention = attention._replace(mask="causal", block=0)
     call = LinearCall(
-        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens, None, arguments.weights
+        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, sides.cu_seqlens, None, weights
     )
-    _check_state(call, arguments)
+    _check_state(call, operands)
     if options.norm is not None:
         for side in (q_side, k_side):
-            check_weights(options.encoding, arguments.weights, (q, k), side.layout)
+            check_weights(options.encoding, weights, (q, k), side.layout)
     return call
 
 
-def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Attention:
+def _make_attention(options: LinearOptions, operands: Operands) -> Attention:
     check_impl(options.impl)
     if options.map not in ("cosine", "rotate", None):
         raise ValueError(f"map: expected 'cosine', 'rotate' or None, got {show_value(options.map)}")
@@ -113,7 +100,7 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
     mask = "causal" if options.is_causal else "full" if block is None else "block"
     rule, directions = options.rule, options.directions
     check_rule(rule, directions)
-    if arguments.decay is not None and mask == "full":
+    if operands.decay is not None and mask == "full":
         raise ValueError("decay: expected is_causal=True or a block, got neither; pass one of them")
     if rule == "delta" and mask == "full":
         raise ValueError("rule: 'delta' needs block=, the number of tokens in a frame, got None")
@@ -124,12 +111,12 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
         )
     if directions == "both" and mask != "block":
         raise ValueError("directions: 'both' needs block=, the number of tokens in a frame, got None")
-    if directions == "both" and (arguments.state or options.return_state):
-        name = "state" if arguments.state else "return_state"
+    if directions == "both" and (operands.state or options.return_state):
+        name = "state" if operands.state else "return_state"
         raise ValueError(
             f"{name}: expected None with directions='both', which needs the whole sequence; leave out {name}"
         )
-    memory = "sum" if arguments.decay is None and (rule, directions) == ("add", "forward") else rule
+    memory = "sum" if operands.decay is None and (rule, directions) == ("add", "forward") else rule
     memory = f"{rule} both" if directions == "both" else memory
     return Attention(options.normalizer, mask, block or 0, float(options.eps), memory)
 
@@ -188,14 +175,14 @@ def check_eps(eps: Any) -> None:
         raise ValueError(f"eps: expected a finite positive number, got {show_value(eps)}")
 
 
-def check_sequence_softmax(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> None:
+def check_sequence_softmax(options: LinearOptions, operands: Operands, sides: Sides) -> None:
     """Raise an error for arguments that don't work with softmax over the sequence. This softmax needs all tokens."""
     reasons = {
         "is_causal": (options.is_causal, "lets tokens see later tokens"),
         "block": (options.block is not None, "lets tokens see later tokens"),
-        "cu_seqlens": (arguments.cu_seqlens is not None, "would run over all sequences at once"),
-        "state": (bool(arguments.state) or options.return_state, "needs the whole sequence at once"),
-        "gate": (arguments.gate is not None, "includes the tokens that a gate removes"),
+        "cu_seqlens": (sides.cu_seqlens is not None, "would run over all sequences at once"),
+        "state": (bool(operands.state) or options.return_state, "needs the whole sequence at once"),
+        "gate": (operands.gate is not None, "includes the tokens that a gate removes"),
     }
     for name, (is_passed, reason) in reasons.items():
         if is_passed:
@@ -236,9 +223,7 @@ def check_gate(gate: Any, k: Tensor) -> None:
         )
 
 
-def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: bool) -> Tensor | None:
-    if cu_seqlens is None:
-        return None
+def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: bool) -> None:
     check_boundaries(cu_seqlens, q, "q")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected packed sequences in q of shape (1, H, N, D), got {tuple(q.shape)}")
@@ -247,7 +232,6 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: 
     if has_position_pair:
         raise ValueError("positions: expected the same positions for q and k with cu_seqlens, got a pair")
     check_offsets(cu_seqlens, q.shape[2])
-    return cu_seqlens
 
 
 def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
@@ -277,11 +261,11 @@ def check_edges(layout: Layout, total: int, block: int) -> None:
             )
 
 
-def _check_state(call: LinearCall, arguments: TensorArguments) -> None:
-    state, q, normalizer = arguments.state, arguments.q, call.attention.normalizer
+def _check_state(call: LinearCall, operands: Operands) -> None:
+    q, k, v, _, state, _ = operands
     if not state:
         return
-    expected = call.state_sizes(arguments.k, arguments.v)
+    expected, normalizer = call.state_sizes(k, v), call.attention.normalizer
     form = "(S, Σ)" if len(expected) == 2 else "(S, None)"
     if len(state) != len(expected):
         raise ValueError(
@@ -303,14 +287,13 @@ def _check_state(call: LinearCall, arguments: TensorArguments) -> None:
 # --- positions of q and k -------------------------------------------------------------------------------------------
 
 
-def _place_sides(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> tuple[Call, Call]:
+def _place_sides(options: LinearOptions, q: Tensor, k: Tensor, sides: Sides) -> tuple[Call, Call]:
     """Return the spec, layout and tables of q and of k, without the norm."""
-    q, k = arguments.q, arguments.k
     for phi in sides.phase if type(sides.phase) is tuple else (sides.phase,):
         if isinstance(phi, Tensor) and phi.ndim == 3:
             raise ValueError(f"phase: expected one group, shape (H or 1, channels or pairs), got {tuple(phi.shape)}")
     if options.map is None:
-        return _place_without_map(options, arguments, sides)
+        return _place_without_map(options, q, k, sides)
     if sides.omega is None:
         raise ValueError(
             f"omega: expected a tensor of shape (H or 1, channels or pairs, axes) with map={options.map!r}, got None"
@@ -318,7 +301,7 @@ def _place_sides(options: LinearOptions, arguments: TensorArguments, sides: Side
     if sides.positions is None:
         raise ValueError(explain_missing(sides.omega, f"coordinates with map={options.map!r}"))
     omega: Any = sides.omega
-    _, positions, phase, amplitude = sides
+    _, positions, phase, amplitude, _ = sides
     plain_options = options.encoding._replace(norm=None)
     if type(positions) is not tuple and type(phase) is not tuple:
         side = validate(plain_options, (q, k), omega, positions, phase, amplitude)
@@ -339,19 +322,19 @@ def make_empty_frequencies(q: Tensor) -> Tensor:
     return torch.empty((1, 0, 0), dtype=torch.float32, device=q.device)
 
 
-def _place_without_map(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> tuple[Call, Call]:
+def _place_without_map(options: LinearOptions, q: Tensor, k: Tensor, sides: Sides) -> tuple[Call, Call]:
     """Return both sides for map=None. Positions only determine the numbers of prefix and suffix tokens."""
     check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
             raise ValueError(f"{name}: expected None with map=None, which has no angles, got {type(value).__name__}")
-    for name, x in (("q", arguments.q), ("k", arguments.k)):
+    for name, x in (("q", q), ("k", k)):
         if x.shape[3] < 1:
             raise ValueError(f"{name}: expected a positive head_dim, got {tuple(x.shape)}")
-    spec, tables = Spec("none", options.act, options.dim or 0), Tables(make_empty_frequencies(arguments.q))
+    spec, tables = Spec("none", options.act, options.dim or 0), Tables(make_empty_frequencies(q))
     places = []
-    for x, positions in zip((arguments.q, arguments.k), split_pair("positions", sides.positions), strict=True):
+    for x, positions in zip((q, k), split_pair("positions", sides.positions), strict=True):
         num_tokens = x.shape[2]
-        layout = Layout(num_tokens, 0, num_tokens, 0, ()) if positions is None else locate(positions, x).layout
+        layout = Layout(num_tokens, 0, num_tokens, 0, ()) if positions is None else locate(positions, x)[0]
         places.append(Call(spec, layout._replace(sizes=()), tables))
     return places[0], places[1]
