@@ -90,8 +90,8 @@ TILES: dict[LinearPass, dict[int, LinearTile]] = {
 NARROWEST = 16  # minimum number of features, or of channels of v, of a tile on matrix units
 # Widths that are split into several tiles. Other widths are padded to a power of two. SUMS is for channels (or pairs)
 # of q and k, where forming features takes most instructions. VALUE_SUMS is for channels of v, where a second tile only
-# pays off for large widths. The passes in SMALL_VALUE_STATES also split v into SMALL_VALUE_SUMS if the state then has at
-# most the given number of elements.
+# pays off for large widths. The passes in SMALL_VALUE_STATES also split v into SMALL_VALUE_SUMS if the state then has
+# at most the given number of elements.
 SUMS = {40: (32, 8), 48: (32, 16), 72: (64, 8), 80: (64, 16), 96: (64, 32), 160: (128, 32), 192: (128, 64)}
 VALUE_SUMS = {160: (128, 32), 192: (128, 64)}
 SMALL_VALUE_SUMS = {80: (64, 16)}
