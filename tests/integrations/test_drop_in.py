@@ -940,7 +940,7 @@ def without_arguments():
 
 
 def test_parameters_annotated_as_numbers_are_not_tried_as_tensors():
-    """Otherwise, drop_in calls a function such as ERNIE-Image's ``rope(pos, dim, theta)`` tens of thousands of times."""
+    """Otherwise, drop_in would call ERNIE-Image's ``rope(pos, dim, theta)`` tens of thousands of times."""
     tried = []
 
     def rope(pos, dim: int, theta: "float"):
