@@ -1,7 +1,8 @@
 """Patches that make Triton's interpreter faster, and make its products equal on all processors.
 
 The interpreter runs a kernel as Python and spends most of its time on types. For every sum, it creates and compares the
-tuple of a block's shape. These patches reuse one object for equal shapes. Before Triton 3.9, they also fix errors.
+tuple of a block's shape. These patches reuse one object for equal shapes, and compute most operators, casts and indices
+with a single call of numpy. Before Triton 3.9, they also fix errors.
 """
 
 import dataclasses
