@@ -24,6 +24,7 @@ SLOW = {
 settings.register_profile("slow machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow machines")
 last_file = None
+gc.set_threshold(50_000, 20, 100)  # collecting and tracing allocate millions of objects, few of which are garbage
 torch.set_num_threads(1)  # tensors are too small for several threads
 
 

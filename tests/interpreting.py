@@ -1,12 +1,13 @@
 """Patches that make Triton's interpreter faster, and make its products equal on all processors.
 
 The interpreter runs a kernel as Python and spends most of its time on types. For every sum, it creates and compares the
-tuple of a block's shape. These patches reuse one object for equal shapes. Before Triton 3.9, they also fix errors.
+tuple of a block's shape. These patches reuse one object for equal shapes, and compute most operators, casts and indices
+with a single call of numpy. Before Triton 3.9, they also fix errors.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,32 +150,38 @@ CAST, BROADCAST = interpreter.TritonSemantic.cast, interpreter.TritonSemantic.br
 
 
 def cast(self: Any, x: Any, dtype: Any, *rounding: Any) -> Any:
-    return x if x.dtype is dtype else CAST(self, x, dtype, *rounding)
+    """Convert a tensor, with a fast path for conversions that are numpy's."""
+    if x.dtype is dtype:
+        return x
+    if dtype.name in NUMBERS and (x.dtype.name in NUMBERS or x.dtype.name == "int1") and not any(rounding):
+        handle = interpreter.TensorHandle(x.handle.data.astype(NUMBERS[dtype.name]), dtype.scalar)
+        return tl.tensor(handle, find_type(dtype.scalar, x.type))
+    return CAST(self, x, dtype, *rounding)
 
 
 def broadcast(self: Any, x: Any, y: Any) -> Any:
     if x.shape is y.shape:
         return x, y
-    if not (x.type.is_block() and y.type.is_block() and len(x.shape) == len(y.shape)):
-        return BROADCAST(self, x, y)
-    pairs = list(zip(x.type.shared.sizes, y.type.shared.sizes, strict=True))
-    if any(a != b and 1 not in (a, b) for a, b in pairs):
-        return BROADCAST(self, x, y)  # raises Triton's own error
-    sizes = tuple(b if a == 1 else a for a, b in pairs)
-    return expand(self, x, sizes), expand(self, y, sizes)
+    joined = join_types(x.type, y.type)
+    return BROADCAST(self, x, y) if joined is None else (expand(x, joined), expand(y, joined))
 
 
-def expand(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
-    if x.type.shared.sizes == sizes:
+def expand(x: Any, like: Any) -> Any:
+    """Broadcast a scalar or a block to the shape of a type."""
+    if not like.is_block() or (x.type.is_block() and x.type.shape is like.shape):
         return x
-    return self.tensor(self.builder.create_broadcast(x.handle, sizes), tl.block_type(x.dtype, sizes))
+    data = np.broadcast_to(x.handle.data, like.shared.sizes)
+    return tl.tensor(interpreter.TensorHandle(data, x.handle.dtype.scalar), find_type(x.dtype, like))
 
 
 MATCH, UNWRAP, EQUAL = (
     interpreter.TritonSemantic.binary_op_type_checking_impl, tl.core._unwrap_if_constexpr, tl.core.dtype.__eq__
 )  # fmt: skip
-NUMBERS = {"fp32": np.float32, "fp64": np.float64, "int32": np.int32, "int64": np.int64}
-LIMITS = {name: np.iinfo(dtype) for name, dtype in NUMBERS.items() if name.startswith("int")}
+NUMBERS: dict[str, Any] = {
+    "fp32": np.float32, "fp64": np.float64, "int32": np.int32, "int64": np.int64, "uint32": np.uint32,
+    "uint64": np.uint64,
+}  # fmt: skip
+LIMITS = {name: np.iinfo(dtype) for name, dtype in NUMBERS.items() if "int" in name}
 CONSTANTS: dict[tuple[Any, ...], Any] = {}
 
 
@@ -200,18 +207,26 @@ def holds(x: Any, number: Any) -> bool:
 
 def fill(x: Any, number: Any) -> Any:
     """Return a tensor of x's type and shape, filled with a number."""
-    sizes = x.type.shared.sizes if x.type.is_block() else (1,)
-    key = number, math.copysign(1, number), x.dtype.name, sizes
+    data = find_constant(number, x.dtype.name, x.type.shared.sizes if x.type.is_block() else (1,))
+    return tl.tensor(interpreter.TensorHandle(data, x.dtype), x.type)
+
+
+def find_constant(number: Any, name: str, sizes: tuple[int, ...]) -> Any:
+    """Return an array, which is shared, filled with a number of the named type."""
+    key = number, math.copysign(1, number), name, sizes
     if key not in CONSTANTS:
-        data = np.full(sizes, number, NUMBERS[x.dtype.name])
-        data.flags.writeable = False  # the array is shared
+        data = np.full(sizes, number, NUMBERS[name])
+        data.flags.writeable = False
         CONSTANTS[key] = data
-    return tl.tensor(interpreter.TensorHandle(CONSTANTS[key], x.dtype), x.type)
+    return CONSTANTS[key]
+
+
+PLAIN = {tl.tensor, int, float, bool, str, type(None)}
 
 
 def unwrap(o: Any) -> Any:
     kind = type(o)
-    return o if kind is tl.tensor else o.value if kind is tl.constexpr else UNWRAP(o)
+    return o if kind in PLAIN else o.value if kind is tl.constexpr else UNWRAP(o)
 
 
 def equal(self: Any, other: Any) -> bool:
@@ -226,14 +241,128 @@ def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) ->
         kwargs["_semantic"] = interpreter.interpreter_semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(obj, name, call)
+    shortened = SHORTENED.get(name) if obj is tl.tensor else None
+    scope.set_attr(obj, name, call if shortened is None else shortened(call))
+
+
+def shorten_operator(ufunc: Any, dtypes: Collection[str], is_reflected: bool = False) -> Callable[[Any], Any]:
+    """Return a function that shortens an operator of tensors.
+
+    The shortened operator calls a numpy function if both operands have the same elements, or if one is a number that
+    the other's type can hold. Otherwise, it calls Triton's operator.
+    """
+    compares = ufunc in (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
+
+    def shorten(call: Any) -> Any:
+        def operator(self: Any, other: Any) -> Any:
+            dtype, of_result, value = self.dtype, None, other.value if type(other) is tl.constexpr else other
+            if type(value) is tl.tensor:
+                if value.dtype is dtype and dtype.name in dtypes:
+                    of_result, data = join_types(self.type, value.type), value.handle.data
+                elif ufunc is np.add and dtype.is_ptr():
+                    moved = move_pointers(self, value)
+                    return call(self, other) if moved is None else moved
+            elif dtype.name in dtypes and holds(self, value):
+                of_result, data = self.type, find_constant(value, dtype.name, (1,))
+            if of_result is None:
+                return call(self, other)
+            made = ufunc(data, self.handle.data) if is_reflected else ufunc(self.handle.data, data)
+            of_result = find_type(tl.int1, of_result) if compares else of_result
+            return tl.tensor(interpreter.TensorHandle(made, self.handle.dtype.scalar), of_result)
+
+        return operator
+
+    return shorten
+
+
+def move_pointers(pointers: Any, offsets: Any) -> Any:
+    """Return pointers plus signed offsets, or None if the operands need Triton's own operator."""
+    element = pointers.dtype.element_ty
+    if offsets.dtype.name not in LIMITS or offsets.dtype.name.startswith("u") or element.is_ptr():
+        return None
+    of_result = join_types(pointers.type, find_type(pointers.dtype, offsets.type))
+    if of_result is None:
+        return None
+    width = max(1, element.primitive_bitwidth // 8)
+    data = pointers.handle.data + width * offsets.handle.data.astype(np.uint64)
+    return tl.tensor(interpreter.TensorHandle(data, pointers.handle.dtype), of_result)
+
+
+def shorten_index(call: Any) -> Any:
+    """Shorten indices such as ``[:, None]``, which only add dimensions to a block."""
+
+    def index(self: Any, slices: Any) -> Any:
+        if not self.type.is_block() or type(slices) is not tuple or not all(map(is_whole, slices)):
+            return call(self, slices)
+        key = id(self.type.shape), *(s is None for s in slices)
+        data = self.handle.data[slices]
+        if key not in INDEXED:
+            INDEXED[key] = tl.block_type(tl.int1, data.shape)
+        handle = interpreter.TensorHandle(data, self.handle.dtype.scalar)
+        return tl.tensor(handle, find_type(self.dtype, INDEXED[key]))
+
+    return index
+
+
+def is_whole(part: Any) -> bool:
+    return part is None or (type(part) is slice and part == slice(None))
+
+
+INDEXED: dict[tuple[Any, ...], Any] = {}  # types by the id of Shape.of_type and the new dimensions
+BLOCK_TYPES: dict[tuple[str, int], Any] = {}
+JOINED: dict[tuple[int, int], Any] = {}  # shapes by the ids of Shape.of_type
+
+
+def find_type(dtype: Any, like: Any) -> Any:
+    """Return a type of these elements with the shape of another type."""
+    if not like.is_block():
+        return dtype
+    key = dtype.name, id(like.shape)
+    if key not in BLOCK_TYPES:
+        BLOCK_TYPES[key] = tl.block_type(dtype, like.shape)
+    return BLOCK_TYPES[key]
+
+
+def join_types(a: Any, b: Any) -> Any:
+    """Return the type of a result of operands with the same elements, or None if their shapes need Triton's rules."""
+    if not b.is_block() or a.shape is b.shape if a.is_block() else not b.is_block():
+        return a
+    if not a.is_block():
+        return b
+    key = id(a.shape), id(b.shape)
+    if key not in JOINED:
+        pairs = list(zip(a.shared.sizes, b.shared.sizes, strict=False))
+        fits = len(a.shape) == len(b.shape) and all(x == y or 1 in (x, y) for x, y in pairs)
+        JOINED[key] = find_shape(tuple(y if x == 1 else x for x, y in pairs)).of_type if fits else None
+    shape = JOINED[key]
+    if shape is None:
+        return None
+    return a if shape is a.shape else b if shape is b.shape else tl.block_type(a.element_ty, shape)
+
+
+def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 BUILTIN = tl.core.builtin(lambda: None).__code__
+BITS = {"int1", *LIMITS}
+SHORTENED = {
+    "__getitem__": shorten_index,
+    "__add__": shorten_operator(np.add, NUMBERS), "__radd__": shorten_operator(np.add, NUMBERS, True),
+    "__sub__": shorten_operator(np.subtract, NUMBERS), "__rsub__": shorten_operator(np.subtract, NUMBERS, True),
+    "__mul__": shorten_operator(np.multiply, NUMBERS), "__rmul__": shorten_operator(np.multiply, NUMBERS, True),
+    "__lt__": shorten_operator(np.less, NUMBERS), "__le__": shorten_operator(np.less_equal, NUMBERS),
+    "__gt__": shorten_operator(np.greater, NUMBERS), "__ge__": shorten_operator(np.greater_equal, NUMBERS),
+    "__eq__": shorten_operator(np.equal, NUMBERS), "__ne__": shorten_operator(np.not_equal, NUMBERS),
+    "__and__": shorten_operator(np.bitwise_and, BITS), "__or__": shorten_operator(np.bitwise_or, BITS),
+    "__xor__": shorten_operator(np.bitwise_xor, BITS), "__lshift__": shorten_operator(np.left_shift, LIMITS),
+    "__rshift__": shorten_operator(np.right_shift, LIMITS),
+}  # fmt: skip
 QUICK = (
     (tl.core.block_type, "__init__", init_block),
     (tl.core.block_type, "__str__", format_block),
     (tl.core.tensor, "__init__", init_tensor),
+    (interpreter.TensorHandle, "__init__", init_handle),
     (interpreter, "_get_np_dtype", find_numpy_type),
     (interpreter, "_patch_attr", patch_builtin),
     (tl.core, "_unwrap_if_constexpr", unwrap),

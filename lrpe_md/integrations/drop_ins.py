@@ -37,6 +37,7 @@ _MOST_ANSWERS = 4  # give up after this many kinds of arguments for which the fu
 _MOST_RECIPES = 64  # cached per function
 _GPU = "cuda"  # for functions that reject CPU tensors
 _CONSTANTS = (int, float, bool, str, type(None))
+_NUMBERS = (int, float, "int", "float")  # annotations of parameters that are not tensors
 
 
 def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..., Any]:
@@ -234,12 +235,14 @@ def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tupl
     parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     names = {i: p.name for i, p in enumerate(parameters) if p.default is _EMPTY or p.default is None}
     required = {i for i in names if parameters[i].default is _EMPTY}
-    data = {i for i, name in names.items() if _DATA.fullmatch(name)}
-    tables = {i for i, name in names.items() if _TABLES.search(name) and "section" not in name} - data
+    numbers = {i for i in names if parameters[i].annotation in _NUMBERS}
+    data = {i for i, name in names.items() if _DATA.fullmatch(name)} - numbers
+    tables = {i for i, name in names.items() if _TABLES.search(name) and "section" not in name} - data - numbers
     roles = [(data, tables), (data & required, tables & required)][: 1 if data | tables <= required else 2]
     if not data or not required <= data | tables:
-        places = {i for i in required if _PLACES.search(names[i])}  # these may also be tables
-        pools = [required - places, required] if places else [required]
+        tensors = required - numbers
+        places = {i for i in tensors if _PLACES.search(names[i])}  # these may also be tables
+        pools = [tensors - places, tensors] if places else [tensors]
         chosen = [(pool, {*each}) for pool in pools for n in (1, 2) for each in itertools.combinations(sorted(pool), n)]
         named = data & required
         roles = [(data, tables), *[(named, pool - named) for pool in pools], *[(xs, pool - xs) for pool, xs in chosen]]

@@ -939,6 +939,20 @@ def without_arguments():
     return torch.zeros(3)
 
 
+def test_parameters_annotated_as_numbers_are_not_tried_as_tensors():
+    """Otherwise, drop_in would call ERNIE-Image's ``rope(pos, dim, theta)`` tens of thousands of times."""
+    tried = []
+
+    def rope(pos, dim: int, theta: "float"):
+        tried.extend((dim, theta))
+        raise RuntimeError("rejects every call")
+
+    with pytest.raises(TypeError, match="rope"):
+        drop_in(rope)
+    assert tried
+    assert not any(isinstance(value, torch.Tensor) for value in tried)
+
+
 @pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
 def test_refusals(function):
     with pytest.raises(TypeError, match=f"{function.__name__}, which .*({function.reason})"):

@@ -114,6 +114,40 @@ def test_patched_interpreter_gives_the_same_bits_for_linear_attention(unpatched)
 
 
 @triton.jit
+def _operators(p_a, p_b, p_out, BLOCK: tl.constexpr, IS_INTEGER: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    blocks = tl.load(p_a + o)[:, None], tl.load(p_b + o)[None, :]
+    scalars = tl.load(p_a + 1), tl.load(p_b + 1)
+    p_out += (o[:, None] * BLOCK + o[None, :]).to(tl.int64)
+    for i in tl.static_range(4):
+        a, b = (blocks if i % 2 else scalars)[0], (blocks if i // 2 else scalars)[1]
+        a = a if i else tl.broadcast_to(a, BLOCK, BLOCK)
+        found = [a + b, a - b, a * b, 3 + a, 3 - a, 3 * a, a + 2, a - 2, a * 2]
+        less, more = a < b, a > b
+        masks = [less, a <= b, more, a >= b, a == b, a != b, less & more, less | more, less ^ more]
+        if IS_INTEGER:
+            found = [*found, a & b, a | b, a ^ b, a & 1, a << b, a >> b, a << 2, a >> 1]
+        for each in [*found, *masks]:
+            tl.store(p_out, each.to(tl.float64))
+            p_out += BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.int64, torch.float32, torch.float64], ids=str)
+def test_operators_give_the_same_bits(dtype, unpatched):
+    """Operands are blocks, scalars and numbers. Blocks are broadcast."""
+    a, b = torch.tensor([5, -7, 2**30, 1]).to(dtype), torch.tensor([3, 2, 0, 1]).to(dtype)
+    said = []
+    for context in (nullcontext, unpatched):
+        out = torch.full((4 * 26, 4, 4), float("nan"), dtype=torch.float64)
+        with context():
+            _operators[(1,)](a, b, out, BLOCK=4, IS_INTEGER=not dtype.is_floating_point)
+        said.append(out)
+    torch.testing.assert_close(*said, rtol=0, atol=0, equal_nan=True)
+    written = 4 * (18 if dtype.is_floating_point else 26)
+    assert said[0][:written].isfinite().all()
+
+
+@triton.jit
 def _join(p_x, p_out, M: tl.constexpr, N: tl.constexpr):
     x = tl.load(p_x + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
     tl.store(p_out + tl.arange(0, M)[:, None], x)
