@@ -364,7 +364,7 @@ class Trainer:
         row = {"step": self.step, "loss": loss, "lr": unscaled["lr"]}
         if validate is not None:
             self.averaged.eval()
-            row |= validate()
+            row |= {name: float(value) for name, value in validate().items()}  # torch can't load NumPy numbers
             self.clock = self.step, time.perf_counter()
         self.history.append(row)
         if self.accelerator.is_main_process:
