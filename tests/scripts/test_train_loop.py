@@ -79,6 +79,20 @@ def test_a_run_resumes_after_a_validation_with_numpy_numbers(tmp_path):
     assert [row["accuracy"] for row in trainer.history if "accuracy" in row] == [0.25, 0.5]
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_history_lists_the_learning_rate_of_each_step(tmp_path, monkeypatch, schedule):
+    used, step = [], torch.optim.AdamW.step
+
+    def recorded(self, *args, **options):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, *args, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    trainer = toy_train(Training(out=tmp_path, **{**TOY, "steps": 20, "log_every": 1, "schedule": schedule}))
+    assert [row["lr"] for row in trainer.history] == used
+    assert used[-1] > 0
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Fake clock that advances by 0.25 s per step."""
