@@ -122,7 +122,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
     If there are more than six variants, keep only the best encoding for each memory, then the best six of those.
     """
     part: Any = results[(results.question == kind) & (results["size"] == longest(results))]
-    means = summarize(part.groupby(KEYS[::-1])["value"])["mean"].sort_values(ascending=False, kind="stable")
+    means: Any = summarize(part.groupby(KEYS[::-1])["value"])["mean"].sort_values(ascending=False, kind="stable")
     if len(means) <= LINES:
         return list(means.index)
     best: dict[str, str] = {}
