@@ -19,7 +19,9 @@ from .report_sizes import (
     explain_intervals,
     find_baseline,
     show_difference,
+    show_mean,
     subtract,
+    summarize,
 )
 
 
@@ -37,15 +39,10 @@ def names(results: pd.DataFrame) -> Any:
     return kinds + results.encoding + (" + " + results.positions).where(scaled, "")
 
 
-def mean_and_std(results: Any, key: str) -> Any:
-    """Return the mean, the standard deviation (0 for one seed) and the number of the seeds, by name and a column."""
-    return results.groupby(["name", key])["value"].agg(["mean", "std", "count"]).fillna(0)
-
-
 def ranking(results: Any) -> list[str]:
     """Return the names sorted by result at the longest length, best first."""
     longest = results[(results["first"] == 0) & (results["last"] == results.length.max())]
-    return list(longest.groupby("name")["value"].mean().sort_values(kind="stable").index)
+    return list(summarize(longest.groupby("name")["value"])["mean"].sort_values(kind="stable").index)
 
 
 def _differences(whole: Any, baseline: str, lengths: list[int]) -> list[str]:
@@ -86,12 +83,10 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     results = parse(results)
     seeds, number = count_seeds(results, KEYS)
     whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
-    stats, fixed = mean_and_std(whole, "length"), whole.drop_duplicates("name").set_index("name")
+    stats = summarize(whole.groupby(["name", "length"])["value"])
+    fixed = whole.drop_duplicates("name").set_index("name")
     lengths = sorted(whole.length.unique())
     scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
-
-    def cell(mean: float, std: float, count: int) -> str:
-        return f"{mean:.3f}" + (f" ± {std:.3f}" if count > 1 else "")
 
     seconds = results.drop_duplicates([*KEYS, "seed"]).train_seconds
     lines = [
@@ -104,7 +99,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     if skipped := skipped_lengths(training.get("lengths", DEFAULT_LENGTHS), lengths):
         lines[0] += f" Lengths without results, because they are too long for the held-out text: {skipped}."
     rows = [
-        [name, f"{fixed.params[name]:,}", *(cell(*stats.loc[(name, n)]) for n in lengths)] for name in ranking(results)
+        [name, f"{fixed.params[name]:,}", *(show_mean(stats.loc[(name, n)], 3) for n in lengths)]
+        for name in ranking(results)
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += _differences(whole, baseline, lengths)
@@ -130,11 +126,11 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
         looks = choose_looks(ranking(results))
         for row, names in zip(axes, groups, strict=True):
             for axis, (key, rows, label) in zip(row, panels, strict=True):
-                stats = mean_and_std(rows, key)
+                stats = summarize(rows.groupby(["name", key])["value"])
                 for name in names:
                     line = stats.loc[name]
                     axis.errorbar(
-                        line.index, line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8,
+                        line.index, line["mean"], yerr=line["std"].fillna(0), label=name, capsize=2, elinewidth=0.8,
                         markersize=4, **looks[name],
                     )  # fmt: skip
                 axis.axvline(trained, color="black", linestyle=":", linewidth=1)

@@ -14,7 +14,16 @@ from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, plt, save
 from ..common.provenance import describe_environments
 from ..train.data.recall import KINDS, OFFSETS
-from .report_sizes import KEYS, NO_INTERVAL, count_seeds, describe_training, difference, sizes, summarize_trainings
+from .report_sizes import (
+    KEYS,
+    NO_INTERVAL,
+    count_seeds,
+    describe_training,
+    difference,
+    sizes,
+    summarize,
+    summarize_trainings,
+)
 
 NAMES = {"by key": "Key lookups", "by place": "Place lookups"}  # by kind of question
 MEMORY = "add"  # other memories are compared with this one
@@ -34,7 +43,7 @@ def longest(results: pd.DataFrame) -> str:
 
 def intervals(results: Any) -> pd.DataFrame:
     """Return the mean and the half-width of the 95% interval over seeds, by question, attention, encoding and size."""
-    found = results.groupby(["question", *KEYS[::-1], "size"])["value"].agg(["mean", "std", "count"])
+    found = summarize(results.groupby(["question", *KEYS[::-1], "size"])["value"])
     half = student.ppf(0.975, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
     return pd.DataFrame({"mean": found["mean"], "half": half})
 
@@ -113,7 +122,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
     If there are more than six variants, keep only the best encoding for each memory, then the best six of those.
     """
     part: Any = results[(results.question == kind) & (results["size"] == longest(results))]
-    means = part.groupby(KEYS[::-1])["value"].mean().sort_values(ascending=False, kind="stable")
+    means: Any = summarize(part.groupby(KEYS[::-1])["value"])["mean"].sort_values(ascending=False, kind="stable")
     if len(means) <= LINES:
         return list(means.index)
     best: dict[str, str] = {}

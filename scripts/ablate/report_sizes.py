@@ -44,6 +44,22 @@ def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
     return most, f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
+def summarize(groups: Any) -> pd.DataFrame:
+    """Return the mean, standard deviation and number of the values in each group.
+
+    If a value is NaN, so are the mean and the standard deviation of its group.
+    """
+    found, number = groups.agg(["mean", "std", "count"]), groups.size()
+    complete = found["count"] == number  # pandas leaves out NaN
+    return found.assign(mean=found["mean"].where(complete), std=found["std"].where(complete), count=number)
+
+
+def show_mean(row: Any, digits: int) -> str:
+    """Show a row of :func:`summarize`, without the deviation if there is none."""
+    text = f"{row['mean']:.{digits}f}"
+    return text if np.isnan(row["std"]) else f"{text} ± {row['std']:.{digits}f}"
+
+
 def subtract(results: Any, base: Any, common: list[str], keys: list[str], level: float = 0.95) -> pd.DataFrame:
     """Subtract ``base`` from results that have the same seed and the same values in the columns ``common``.
 
@@ -55,7 +71,7 @@ def subtract(results: Any, base: Any, common: list[str], keys: list[str], level:
     paired = results.join(base.set_index(where)["value"].rename("base"), on=where, how="inner")
     paired = paired.reset_index(drop=True)  # without rows in common, pandas names the index after ``where``
     groups = paired.assign(gap=paired.value - paired.base, most=paired.value.abs()).groupby(keys, sort=False)
-    found = groups["gap"].agg(["mean", "std", "count"])
+    found = summarize(groups["gap"])
     # Accuracies on few test images tie by chance. An interval of zero width would look like certainty.
     rounding = 1e-6 * groups["most"].max()
     found["std"] = found["std"].where(found["std"] > rounding)
@@ -99,7 +115,7 @@ def explain_intervals(found: pd.DataFrame) -> str:
         )
     if (pairs == 1).any():
         text += ". A difference from a single seed has no interval"
-    if (found["half"].isna() & (pairs > 1)).any():
+    if (found["half"].isna() & found["mean"].notna() & (pairs > 1)).any():
         text += f". {NO_INTERVAL}"
     if 2 in set(pairs):
         text += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
@@ -109,13 +125,12 @@ def explain_intervals(found: pd.DataFrame) -> str:
 def _accuracy(results: pd.DataFrame, ranking: list[Any], digits: int) -> list[str]:
     columns: Any = sizes(results)
     groups: Any = results.groupby([*KEYS, "size"])["value"]
-    stats = groups.agg(["mean", "std", "count"])
+    stats = summarize(groups)
 
     def cell(key: tuple[str, ...]) -> str:
         if key not in stats.index:
             return ""
-        mean, std, count = stats.loc[key]
-        return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if count > 1 else "")
+        return show_mean(stats.loc[key], digits)
 
     lines = [[*key, *(cell((*key, size)) for size in columns)] for key in ranking]
     return table([*KEYS, *columns], lines, len(KEYS))
@@ -266,7 +281,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     task = TASKS[settings["task"]]
     digits = 1 if task.higher else 4
     trained = results[results["size"] == sizes(results)[0]]
-    means: Any = trained.groupby(KEYS)["value"].mean()
+    means: Any = summarize(trained.groupby(KEYS)["value"])["mean"]
     ranking = list(means.sort_values(ascending=not task.higher, kind="stable").index)
     seeds, number = count_seeds(results, KEYS)
     scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
@@ -300,7 +315,7 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
         results = results.rename(columns={"attention": "encoding", "encoding": "attention"})
     order = sorted(ticks, key=lambda size: (np.prod([int(n) for n in size.split("x")]), ticks.index(size)))
     groups: Any = results.groupby(["attention", "positions", "encoding", "size"])["value"]
-    stats = groups.agg(["mean", "std"]).fillna(0)
+    stats = summarize(groups)
     split = {}
     for attention, names in compared.items():
         measured = set(results[results.attention == attention].encoding)
@@ -321,8 +336,8 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
                         continue
                     line = stats.loc[(attention, positions, name)].reindex(order)
                     axis.errorbar(
-                        range(len(order)), line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8,
-                        markersize=5, **looks[name],
+                        range(len(order)), line["mean"], yerr=line["std"].fillna(0), label=name, capsize=2,
+                        elinewidth=0.8, markersize=5, **looks[name],
                     )  # fmt: skip
                 set_title(axis, f"{attention}, {positions}", names, len(split[attention]) > 1)
                 axis.set_xticks(range(len(order)), order, fontsize=8, rotation=30)
@@ -340,7 +355,7 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
     settings = config["settings"]
     trained = sizes(results)[0]
     shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]
-    means: Any = shown.groupby("encoding")["value"].mean()
+    means: Any = summarize(shown.groupby("encoding")["value"])["mean"]
     ranking = list(means.sort_values().index)
     attentions = [attention for attention in settings["encodings"] if attention in set(shown.attention)]
     two = "black", OKABE_ITO["grey"]  # colours that don't stand for encodings
@@ -349,7 +364,7 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
         offsets = (0.16, -0.16) if len(attentions) > 1 else (0.0,)
         for offset, colour, attention in zip(offsets, two, attentions, strict=False):
             part = shown[shown.attention == attention]
-            mean = part.groupby("encoding")["value"].mean().reindex(ranking)
+            mean = summarize(part.groupby("encoding")["value"])["mean"].reindex(ranking)
             rows = np.arange(len(ranking)) + offset
             seeds = [rows[ranking.index(name)] for name in part.encoding]
             axis.plot(part.value, seeds, "o", color=colour, mfc="none", ms=5, label=f"{attention} attention, each seed")

@@ -128,6 +128,7 @@ class Trainer:
         self.step, self.history, self.path = 0, [], config.out / "checkpoint.pt"
         self.total = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # sum of losses since the last log
         self.since = 0
+        self.rate = 0.0  # learning rate of the last step, before a parameter group's own scale
         self.history_file = HistoryFile(config.out / HISTORY)
         self.pace: list[float] = []  # seconds per step, one value for each log of this process
         self.clock: tuple[int, float] | None = None
@@ -333,6 +334,7 @@ class Trainer:
             total += value.detach()
         if config.clip:
             accelerator.clip_grad_norm_(self.raw.parameters(), config.clip)
+        self.rate = next(g["lr"] for g in self.inner.param_groups if g.get("lr_scale", 1.0) == 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -360,11 +362,10 @@ class Trainer:
         if self.clock is not None:
             self.pace.append((now - self.clock[1]) / (self.step - self.clock[0]))
         self.clock = self.step, now
-        unscaled = next(group for group in self.inner.param_groups if group.get("lr_scale", 1.0) == 1.0)
-        row = {"step": self.step, "loss": loss, "lr": unscaled["lr"]}
+        row = {"step": self.step, "loss": loss, "lr": self.rate}
         if validate is not None:
             self.averaged.eval()
-            row |= validate()
+            row |= {name: float(value) for name, value in validate().items()}  # torch can't load NumPy numbers
             self.clock = self.step, time.perf_counter()
         self.history.append(row)
         if self.accelerator.is_main_process:

@@ -446,6 +446,26 @@ def test_the_report_only_lists_what_was_measured():
     assert "The sin-cos table is only resampled" in named
 
 
+@pytest.mark.parametrize("task", ["digits", "lm"])
+def test_the_report_shows_results_that_are_nan(task: str) -> None:
+    """A NaN is neither left out of the mean nor counted as 0, and ranks last."""
+    trained, larger = ("8", "16") if task == "lm" else ("8x8", "8x16")
+    values = {"rotate": [1.5, 1.7], "part": [np.nan, 0.1], "all": [np.nan, np.nan]}
+    both = {(name, size): each for name, each in values.items() for size in (trained, larger)}
+    results = frame(both, positions="none" if task == "lm" else "extrapolated")
+    training = {
+        "steps": 1, "batch": 1, "lr": 1, "precision": "no", "compile": False, "length": 8, "test_bytes": 64,
+        "lengths": "8,16", "size": "tiny",
+    }  # fmt: skip
+    settings = {"task": task, "data": [task], "training": training, "encodings": {"softmax": list(values)}}
+    config = {"settings": settings, "environments": [{"gpu": None, "cpu": "A CPU", "torch": "2.11", "commit": ""}]}
+    text = ablate_report.LAYOUTS[TASKS[task].layout](results, config, "rotate")
+    table, _, differences = text.partition("**Difference from")
+    assert table.count(" nan ") == 4
+    assert table.index("| rotate") < min(table.index("| part"), table.index("| all"))
+    assert differences.count("+nan") == 4
+
+
 def test_own_schemes_are_drawn_in_a_strong_colour():
     looks = choose_looks(["none", "rotate:base=100", "ours", "theirs"])
     assert looks["ours"]["linestyle"] == looks["theirs"]["linestyle"] == "-"

@@ -49,11 +49,11 @@ def toy_loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def toy_train(config, batch=toy_batch):
+def toy_train(config, batch=toy_batch, validate=None):
     accelerator = loop.start(config)
     loop.set_seed(config.seed)
     trainer = Trainer(config, accelerator, Toy(), settings_of(config))
-    trainer.fit(partial(shuffle, len(X), config.batch, config.seed), batch, toy_loss)
+    trainer.fit(partial(shuffle, len(X), config.batch, config.seed), batch, toy_loss, validate)
     return trainer
 
 
@@ -68,6 +68,29 @@ def same(a: Trainer, b: Trainer) -> None:
         for name, value in x.state_dict().items():
             assert torch.equal(value, y.state_dict()[name]), name
     assert a.history == b.history
+
+
+def test_a_run_resumes_after_a_validation_with_numpy_numbers(tmp_path):
+    """torch.load rejects NumPy numbers in a checkpoint."""
+    accuracies = iter(np.float64([0.25, 0.5, 0.75]))
+    options = {**TOY, "out": tmp_path, "validate_every": 4, "schedule": "constant"}
+    toy_train(Training(**{**options, "steps": 4}), validate=lambda: {"accuracy": next(accuracies)})
+    trainer = toy_train(Training(**{**options, "steps": 8}), validate=lambda: {"accuracy": next(accuracies)})
+    assert [row["accuracy"] for row in trainer.history if "accuracy" in row] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_history_lists_the_learning_rate_of_each_step(tmp_path, monkeypatch, schedule):
+    used, step = [], torch.optim.AdamW.step
+
+    def recorded(self, *args, **options):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, *args, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    trainer = toy_train(Training(out=tmp_path, **{**TOY, "steps": 20, "log_every": 1, "schedule": schedule}))
+    assert [row["lr"] for row in trainer.history] == used
+    assert used[-1] > 0
 
 
 @pytest.fixture
