@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import importlib
 import importlib.util
 import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -349,7 +351,19 @@ def derive_class(cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], re
         "__reduce_ex__": _reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }  # fmt: skip
-    return type(cls)(cls.__name__, (cls,), own)
+    derived = type(cls)(cls.__name__, (cls,), own)
+    if cls.__module__.startswith("diffusers."):
+        _register_with_hooks(cls, derived)
+    return derived
+
+
+def _register_with_hooks(cls: type, derived: type) -> None:
+    """Register a derived class with diffusers' hooks, such as layer skipping, which look up settings by exact class."""
+    with suppress(ImportError, AttributeError):  # older versions have no registries
+        helpers = importlib.import_module("diffusers.hooks._helpers")
+        for registry in (helpers.AttentionProcessorRegistry, helpers.TransformerBlockRegistry):
+            with suppress(ValueError):  # not every class is registered
+                registry.register(derived, copy.copy(registry.get(cls)))
 
 
 def _reduce(part: Any, protocol: Any) -> Any:

@@ -173,6 +173,21 @@ def test_processors_that_are_set_afterwards(name):
     assert is_adapted(model)
 
 
+@pytest.mark.parametrize("options", [{}, {"skip_attention": False, "skip_attention_scores": True}])
+def test_layers_that_are_skipped(options):
+    """Guidance with skipped layers looks up a processor's settings by its exact class, also after adapting."""
+    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
+
+    config = LayerSkipConfig(indices=[1], skip_ff=False, **options)
+    model = trial_diffusers.build("CogView4Transformer2DModel")
+    adapted, whole = adapt_rotary(copy.deepcopy(model)), trial_diffusers.call(model)
+    apply_layer_skip(model, config)
+    apply_layer_skip(adapted, config)
+    stock = trial_diffusers.call(model)
+    assert trial.distance(stock, whole) > trial.BOUND
+    assert trial.distance(trial_diffusers.call(adapted), stock) <= trial.BOUND
+
+
 def test_an_ip_adapter():
     """The IP-Adapter's processor is a module with its own weights."""
     from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
