@@ -611,7 +611,7 @@ def compare(probe: Probe, plan: RotationPlan, inputs: Tensors) -> bool:
         is_linear = False
     if not is_linear and probe.others.shapes:
         what = f"a tensor of shape {' or '.join(map(str, sorted(probe.others.shapes)))}"
-        raise Unlike(5, f"depends on {what} that is neither an argument nor one of its tables; pass it as an argument")
+        raise Unlike(6, f"depends on {what} that is neither an argument nor one of its tables; pass it as an argument")
     if not is_linear:
         raise Unlike(4, "is not linear in x")
     return True
