@@ -46,14 +46,15 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     Args:
         function: function that rotates x, or q and k, by tables in any common layout. The tables can be cos and sin (as
             two arguments, a tuple or one tensor), complex numbers, 2 × 2 matrices, or angles. The function may also be
-            a module or bound method that reads cos and sin from its own tensors at each call. We probe the function
-            with small tensors and a copy of its object, on the CPU or, if it rejects CPU tensors, on a GPU. The
-            function must therefore not behave differently at larger sizes or positions, for example by scaling
+            a module or bound method that reads cos and sin from its own tensors at each call. The result must not
+            depend on any other tensor, such as a global variable or a learned scale in ``self.scale``. We probe the
+            function with small tensors and a copy of its object, on the CPU or, if it rejects CPU tensors, on a GPU.
+            The function must therefore not behave differently at larger sizes or positions, for example by scaling
             frequencies beyond 4,096 tokens. Parameter names, such as ``cos``, ``freqs``, ``position_ids`` and ``idx``,
             suggest which roles to try first. A number whose name contains ``offset``, ``start_pos`` or ``past`` is
             taken as the row of the first token if the probe confirms this. Numbers, flags and strings that are
-            attributes of the object are read at each call. After changing anything else that the function reads, such
-            as a global variable or a value in ``module.config``, call ``drop_in`` again.
+            attributes of the object are read at each call. After changing any other number, flag or function that the
+            function reads, such as a global variable or a value in ``module.config``, call ``drop_in`` again.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
@@ -119,22 +120,15 @@ class _Probed:
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def probe(self, key: tuple[Any, ...], relations: str) -> RotationPlan | Unlike:
-        plan = self.try_plan(key, relations, 0)
-        if self.counters and isinstance(plan, RotationPlan) and plan != self.try_plan(key, relations, 1):
-            reason = "which would have to be read at each call; pass it as an argument"
-            plan = Unlike(5, f"depends on an integer tensor of its object ({', '.join(self.counters)}), {reason}")
+        try:
+            plan = find_plan(self.call, key, relations, self.device)
+        except Unlike as e:
+            plan = e.with_traceback(None)
         self.plans[key, relations] = plan
         return plan
 
-    def try_plan(self, key: tuple[Any, ...], relations: str, increment: int) -> RotationPlan | Unlike:
-        try:
-            call = lambda values, tensors: self.call(values, tensors, increment)  # noqa: E731
-            return find_plan(call, key, relations, self.device)
-        except Unlike as e:
-            return e.with_traceback(None)
-
-    def call(self, values: list[Any], tensors: list[Tensor], increment: int = 0) -> Any:
-        """Call the original on a copy of its object with the given tensors. Add ``increment`` to the counters."""
+    def call(self, values: list[Any], tensors: list[Tensor]) -> Any:
+        """Call the original on a copy of its object with the given tensors."""
         args, names = values[: self.num_positional], self.names[self.num_positional :]
         kwargs = dict(zip(names, values[self.num_positional :], strict=True))
         if self.owner is None:
@@ -142,7 +136,7 @@ class _Probed:
         replaced = copy.copy(self.owner)
         if hasattr(replaced, "__dict__"):  # the function must not modify the original object
             vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
-        counters = [(name, getattr(self.owner, name) + increment) for name in self.counters]
+        counters = [(name, getattr(self.owner, name)) for name in self.counters]
         for name, t in (*zip(self.attributes, tensors, strict=True), *[(name, t.clone()) for name, t in counters]):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
             (vars(replaced) if group is None else vars(replaced)[group])[name] = t

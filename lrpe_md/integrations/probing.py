@@ -19,6 +19,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .plans import (
     EQUAL,
@@ -102,6 +105,33 @@ def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
     return entry[2] if entry[0] == "value" else tensor(entry)
 
 
+class _ChangeOthers(TorchDispatchMode):
+    """Dispatch mode that changes tensors that are neither arguments nor results, such as a global variable.
+
+    Arguments and intermediate results are new tensors in each call. Any other tensor is changed from the second call
+    on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.first_calls = 0, WeakTensorKeyDictionary()
+        self.shapes: set[tuple[int, ...]] = set()  # of the changed tensors
+
+    def __enter__(self) -> Any:
+        self.num_calls += 1
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, self.change, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def change(self, t: Tensor) -> Tensor:
+        if self.first_calls.setdefault(t, self.num_calls) == self.num_calls:
+            return t
+        self.shapes.add(tuple(t.shape))
+        return t.logical_not().to(t.dtype)
+
+
 class Probe:
     """A function to call with arguments of one kind.
 
@@ -113,6 +143,7 @@ class Probe:
         self, call: Callable[..., Any], key: tuple[Any, ...], device: str = "cpu", widths: tuple[int, ...] = (1,)
     ) -> None:
         self.call, self.device, self.widths = call, device, widths
+        self.others = _ChangeOthers()
         attributes = [e for e in key if isinstance(e, tuple) and e[0] == "attribute"]
         self.entries = [e for e in key if not (isinstance(e, tuple) and e[0] in ("attribute", "settings"))]
         self.offset = 1 if ("offset",) in key else 0
@@ -131,11 +162,12 @@ class Probe:
         of = {"data": iter(xs), "table": (inner := iter(leaves)), "integers": inner, "offset": iter([self.offset])}
         return [fill(e, lambda e: next(of[e[0]])) for e in self.entries]
 
-    def run(self, xs: list[Tensor], leaves: list[Any]) -> list[Tensor]:
+    def run(self, xs: list[Tensor], leaves: list[Any], change_others: bool = False) -> list[Tensor]:
         """Call the function with copies, and return its outputs."""
         inputs = [t.to(self.device, copy=True) if isinstance(t, Tensor) else t for t in (*xs, *leaves)]
         arguments = self.arguments(inputs[: len(xs)], inputs[len(xs) :])
-        out = self.call(arguments, inputs[len(xs) + self.num_inner :])
+        with self.others if change_others else nullcontext():
+            out = self.call(arguments, inputs[len(xs) + self.num_inner :])
         kind = "tensor" if isinstance(out, Tensor) else type(out).__name__
         items: list[Any] = [out] if kind == "tensor" else list(out) if kind in ("tuple", "list") else [()]
         if not all(o is None or isinstance(o, Tensor) for o in items):
@@ -572,7 +604,15 @@ def compare(probe: Probe, plan: RotationPlan, inputs: Tensors) -> bool:
         return False
     if not are_close(run_prepared(recipe, xs, leaves, "reference"), expected):
         raise Unlike(5, _OTHERWISE)
-    if not are_close([o / 1e3 for o in probe.run([x * 1e3 for x in xs], leaves)], expected):
+    try:
+        scaled = probe.run([x * 1e3 for x in xs], leaves, change_others=True)
+        is_linear = are_close([o / 1e3 for o in scaled], expected)
+    except Exception:  # for example, because a changed tensor is used as an index
+        is_linear = False
+    if not is_linear and probe.others.shapes:
+        what = f"a tensor of shape {' or '.join(map(str, sorted(probe.others.shapes)))}"
+        raise Unlike(6, f"depends on {what} that is neither an argument nor one of its tables; pass it as an argument")
+    if not is_linear:
         raise Unlike(4, "is not linear in x")
     return True
 

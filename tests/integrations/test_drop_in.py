@@ -5,6 +5,7 @@ import functools
 import inspect
 import threading
 import time
+import types
 import warnings
 
 import pytest
@@ -492,6 +493,90 @@ def test_settings_of_an_object(launches):
         torch.testing.assert_close(found, expected)
 
 
+ONE, FLAG, SWAP = torch.ones(1), torch.tensor(False), torch.tensor([1, 0])
+LAYOUT = types.SimpleNamespace(scales=[torch.ones(())])
+
+
+def scale_by_global(x):
+    return x * ONE
+
+
+def by_global_tensor(x, cos, sin):
+    return x * cos + scale_by_global(rf.quarter_turn(x)) * sin
+
+
+def by_global_number(x, cos, sin):
+    return (x * cos + rf.quarter_turn(x) * sin) * float(ONE.numpy()[0])
+
+
+def by_global_flag(x, cos, sin):
+    return x * cos + (rf.quarter_turn_pairs if FLAG else rf.quarter_turn)(x) * sin
+
+
+def by_global_index(x, cos, sin):
+    a, b = x.unflatten(-1, (2, -1))[..., SWAP, :].unbind(-2)
+    return x * cos + torch.cat((-a, b), -1) * sin
+
+
+def by_global_object(x, cos, sin):
+    return (x * cos + rf.quarter_turn(x) * sin) * LAYOUT.scales[0]
+
+
+def by_closure():
+    scale = torch.ones(())
+
+    def turn(x, cos, sin):
+        return (x * cos + rf.quarter_turn(x) * sin) * scale
+
+    return turn
+
+
+class WithTensors(nn.Module):
+    """Module that scales by one of its tensors."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.ones(())), nn.Buffer(torch.ones(1))
+        self.is_off, self.count = nn.Buffer(torch.tensor(False)), torch.tensor(1)
+        self.config, self.read = types.SimpleNamespace(scale=torch.ones(())), read
+
+    def forward(self, x, cos, sin):
+        return (x * cos + rf.quarter_turn(x) * sin) * self.read(self)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (by_global_tensor, r"\(1,\)"), (by_global_number, r"\(1,\)"), (by_global_flag, r"\(\)"),
+        (by_global_index, r"\(2,\)"), (by_global_object, r"\(\)"), (by_closure(), r"\(\)"),
+        (WithTensors(lambda module: module.gain), r"\(\) or \(1,\)"),  # as it has a counter of shape ()
+        (WithTensors(lambda module: module.weight), r"\(\)"), (WithTensors(lambda module: ~module.is_off), r"\(\)"),
+        (WithTensors(lambda module: module.count), r"\(\)"), (WithTensors(lambda module: module.config.scale), r"\(\)"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_arguments_are_refused(function, shape):
+    """They would get no gradient, and would have to be read at each call."""
+    with pytest.raises(TypeError, match=f"depends on a tensor of shape {shape} that is neither an argument nor"):
+        drop_in(function)
+    assert (ONE.item(), FLAG.item(), SWAP.tolist(), LAYOUT.scales[0].item()) == (1.0, False, [1, 0], 1.0)
+
+
+def by_constants(x, cos, sin):
+    """Use tensors that are made in each call, and only the dtype of a global variable."""
+    swapped = x.to(ONE).unflatten(-1, (2, -1))[..., [1, 0], :]
+    return x.to(ONE) * cos + (swapped * torch.tensor([[-1.0], [1.0]])).flatten(-2) * sin
+
+
+def without_effect(x, cos, sin):
+    return torch.where(ONE > 5, x, x * cos + rf.quarter_turn(x) * sin)
+
+
+@pytest.mark.parametrize("function", [by_constants, without_effect, WithTensors(lambda module: 1)])
+def test_tensors_that_do_not_matter(function, launches):
+    args = torch.randn(2, 3, 5, D), torch.randn(5, D), torch.randn(5, D)
+    check_equal(function, drop_in(function), args, {}, launches)
+
+
 class Storing:
     """Module that stores its arguments."""
 
@@ -541,7 +626,7 @@ def test_the_first_row_may_change(launches):
     ours = drop_in(module)
     for module.start in (0, 3, 0):
         torch.testing.assert_close(ours(x), module(x))
-    with pytest.raises(TypeError, match=r"Counting, which depends on an integer tensor of its object \(start\)"):
+    with pytest.raises(TypeError, match=r"Counting, which depends on a tensor of shape \(\) that is neither"):
         drop_in(Counting(torch.tensor(0), False))
 
 

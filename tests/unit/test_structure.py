@@ -1,5 +1,6 @@
 """Structural limits on the numbers of arguments, the lengths of functions, imports, and files that a call enters."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,25 @@ def test_first_call_enters_more_files_than_warm_call(ours):
     assert files["warm"][0] == files["first"][0] == "functional.py"
     assert len(files["first"]) > len(files["warm"]) >= 3
     assert files["warm, of a module"][0] != "functional.py"
+
+
+FORBIDDEN_IN_ADAPTERS = {"exec", "eval", "compile", "ast", "linecache", "getsource", "getsourcelines"}
+
+
+def list_names(source):
+    """Return the names that the source imports and reads, and attributes of ``inspect``."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = {node.id for node in nodes if isinstance(node, ast.Name)}
+    found |= {node.name for node in nodes if isinstance(node, ast.alias)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    return found | {node.attr for node in attributes if ast.unparse(node.value) == "inspect"}
+
+
+def test_adapters_read_and_execute_no_source():
+    """Libraries may be installed without source, and source can't show what a function refers to."""
+    for path in (ROOT / "lrpe_md" / "integrations").rglob("*.py"):
+        assert not list_names(path.read_text(encoding="utf-8")) & FORBIDDEN_IN_ADAPTERS, path.name
+    assert list_names("import ast\nexec(inspect.getsource(f))") >= {"ast", "exec", "getsource"}
 
 
 def test_another_folder_is_refused(tmp_path):

@@ -31,6 +31,7 @@ READ_FROM: dict[str, str] = {
     "torch.compiler._is_exporting_flag": _V211,
     "torch.fx.experimental.symbolic_shapes.has_static_value": _V211,
     "torch.utils._python_dispatch.TorchDispatchMode": _V211,
+    "torch.utils._pytree.tree_map_only": _V211,
     "torch._higher_order_ops.triton_kernel_wrap.kernel_side_table": _V214,
     "torch._inductor.ir.ExternKernel": _V214,
     "torch._inductor.ir.IRNode": _V214,
