@@ -25,10 +25,13 @@ __all__ = [
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and attribute the warning to the first stack frame outside this package and torch."""
-    level, packages = 2, (__name__.partition(".")[0], "torch")
+    """Warn, and attribute the warning to the first stack frame outside this package and torch, or in our scripts."""
+    level, package = 2, __name__.partition(".")[0]
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+    while frame is not None:
+        names = frame.f_globals.get("__name__", "").split(".")
+        if names[0] not in (package, "torch") or names[:2] == [package, "scripts"]:
+            break
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

@@ -367,8 +367,11 @@ def test_a_closed_pipe_ends_without_a_traceback():
 def test_warnings_name_options(capsys):
     from lrpe_md.models.dit import DiT
 
+    call = "DiT(encoding='rotate', embed_dim=8, num_heads=2, depth=1, num_axes=3)"
+    of_program = compile(call, str(Path(cli.__file__).with_name("train.py")), "eval")
+
     def build():
-        DiT(encoding="rotate", embed_dim=8, num_heads=2, depth=1, num_axes=3)
+        eval(of_program, {"__name__": "lrpe_md.scripts.train", "DiT": DiT})
 
     with pytest.warns(UserWarning, match="with split= in the encoding_kwargs"):
         build()
