@@ -209,7 +209,8 @@ class ImageBackbone(Backbone):
 
     def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
         images = self.images(num).to(device)
-        return ((images, self.script.sort_images(self.config, images)),)
+        buckets = self.script.sort_images(self.config, images)
+        return (({self.config.shape: images}, buckets),)
 
     def loss(self, model: Any, *inputs: Tensor) -> Tensor:
         return self.script.loss(self.config, model, inputs)
