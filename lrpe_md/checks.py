@@ -25,15 +25,15 @@ __all__ = [
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and attribute the warning to the first stack frame outside this package and torch, or in our scripts."""
-    level, package = 2, __name__.partition(".")[0]
+    """Warn, and attribute the warning to our script that runs, or else to the first frame outside this package."""
+    package, names = __name__.partition(".")[0], []
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None:
-        names = frame.f_globals.get("__name__", "").split(".")
-        if names[0] not in (package, "torch") or names[:2] == [package, "scripts"]:
-            break
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+        names.append(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    callers = [i for i, name in enumerate(names) if name.startswith(f"{package}.scripts.")]
+    callers += [i for i, name in enumerate(names) if name.partition(".")[0] not in (package, "torch")]
+    warnings.warn(message, category, stacklevel=2 + next(iter(callers), 0))
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:

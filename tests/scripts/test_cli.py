@@ -367,11 +367,13 @@ def test_a_closed_pipe_ends_without_a_traceback():
 def test_warnings_name_options(capsys):
     from lrpe_md.models.dit import DiT
 
-    call = "DiT(encoding='rotate', embed_dim=8, num_heads=2, depth=1, num_axes=3)"
-    of_program = compile(call, str(Path(cli.__file__).with_name("train.py")), "eval")
+    of_program = compile("make()", str(Path(cli.__file__).with_name("train.py")), "eval")
+
+    def make():  # between our script and our model, like timm's builder
+        return DiT(encoding="rotate", embed_dim=8, num_heads=2, depth=1, num_axes=3)
 
     def build():
-        eval(of_program, {"__name__": "lrpe_md.scripts.train", "DiT": DiT})
+        eval(of_program, {"__name__": "lrpe_md.scripts.train", "make": make})
 
     with pytest.warns(UserWarning, match="with split= in the encoding_kwargs"):
         build()
