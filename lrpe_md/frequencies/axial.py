@@ -45,7 +45,10 @@ def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
 def _divide(
     axis_map: AxisMap, widths: Sequence[int], num_channels: int
 ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
-    """Return each axis's indices into theta, and its channels, or None if each axis has one block of channels."""
+    """Return the indices into theta for each axis, and the channels of each axis.
+
+    Instead of the channels, return None if each axis fills one block of consecutive channels.
+    """
     num_axes = len(widths)
     if axis_map == "block":
         return [range(n) for n in widths], None

@@ -447,7 +447,7 @@ def _stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, Tab
 
 
 def _find_bound(path: str, module: Any, method: str) -> dict[str, Any]:
-    """Return the attributes in which an object, such as one that accelerate has hooked, stores its class's method."""
+    """Return the object's own attributes that hold its class's method, as accelerate's hooks store it."""
     own = find_method(type(module), method)
     bound = {n: v for n, v in vars(module).items() if isinstance(v, MethodType) and v.__func__ is own}
     if method in vars(module) and not bound:
