@@ -58,7 +58,7 @@ from .operators import choose_in_order
 
 MAPS: dict[str, Any] = {"cosine": "cosine", "rotate": "rotate", "none": None}
 ALL_WORKLOADS = (*WORKLOADS, *SANA_WORKLOADS)
-DEFAULT = [name for name in ALL_WORKLOADS if not name.endswith("-b2")]
+DEFAULT = [name for name in ALL_WORKLOADS if not name.endswith(("-b2", "-as-64"))]
 
 
 # --- implementations -----------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def measure(run: Run, name: str, case: LinearCase, impl: str) -> None:
 
 def main(
     workload: Annotated[
-        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all except *-b2)")
+        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all except *-b2 and *-as-64)")
     ] = None,
     map: Annotated[str | None, typer.Option(help=f"Maps: {', '.join(MAPS)}. (default: all)")] = None,
     impl: Annotated[

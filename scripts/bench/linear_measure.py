@@ -73,6 +73,13 @@ BIDIRECTIONAL = {
     for num in (1024, 4096, 16384, 32768)
 }
 WORKLOADS |= BIDIRECTIONAL
+# The same tokens and bytes as the workload before "-as-64", in heads of 64 channels:
+AS_64 = {
+    f"{name}-as-64": replace(case, heads=(case.heads[0] * case.head_dim // 64,) * 2, head_dim=64)
+    for name, case in WORKLOADS.items()
+    if name.startswith("width") or name == "windows"
+}
+WORKLOADS |= AS_64
 
 
 @dataclass

@@ -61,7 +61,7 @@ def test_every_implementation_is_a_row(tmp_path):
     assert all(row["note"].startswith("relative") for row in rows if row["workload"] in linear.SANA_WORKLOADS)
     assert all(float(row["ms"]) > 0 and float(row["share"]) > 0 and row["commit"] == "abc" for row in rows)
     found = {(row["workload"], row["map"], row["pass"]) for row in rows if row["impl"] == "lrpe-md"}
-    works = [name for name in linear.WORKLOADS if not name.endswith("-b2") and not name.startswith("frames")]
+    works = [name for name in linear.DEFAULT if name in linear.WORKLOADS and not name.startswith("frames")]
     mapped = {(w, m, p) for w in works for m in ("cosine", "rotate") for p in linear.PASSES}
     mapped |= {(w, "rotate", p) for w in linear.WORKLOADS if w.startswith("frames") for p in linear.PASSES}
     compared = linear.SANA_WORKLOADS if find_spec("diffusers") else ()

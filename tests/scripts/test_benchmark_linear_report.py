@@ -17,7 +17,7 @@ def make_row(workload, map, which, impl, share):
 
 
 def write_linear(folder):
-    works = [*(w for w in linear_measure.WORKLOADS if not w.endswith("-b2")), "sana", "sana-module"]
+    works = [*(w for w in linear_measure.WORKLOADS if not w.endswith(("-b2", "-as-64"))), "sana", "sana-module"]
     rows = []
     for n, (work, which) in enumerate(itertools.product(works, ("forward", "backward"))):
         rows += [make_row(work, map, which, "lrpe-md", 0.9 - 0.1 * i - 0.01 * n)
