@@ -17,6 +17,7 @@ from . import (
     counters,
     decode,
     linear,
+    linear_counters,
     linear_scaling,
     my_shapes,
     norm,
@@ -60,6 +61,9 @@ COMMANDS = {
     ),
     "tune": Benchmark(tune.main, MAINTENANCE, '--only "rotate forward"'),
     "counters": Benchmark(counters.main, MAINTENANCE, "--out runs/counters.csv"),
+    "linear-counters": Benchmark(
+        linear_counters.main, MAINTENANCE, "--workload width72 --map rotate --out runs/counters-linear.csv"
+    ),
     "compare": Benchmark(compare.main, MAINTENANCE, "HEAD~10 HEAD"),
     "report": Benchmark(report.main, MAINTENANCE, ""),
 }

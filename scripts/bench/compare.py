@@ -31,7 +31,7 @@ class Kind:
 
 KINDS = {  # by file name pattern; the first match applies
     "benchmark-linear.csv": Kind(("workload", "map", "act", "normalizer", "mask", "pass", "impl", "gpu"), "ms"),
-    "linear-widths.csv": Kind(("workload", "map", "pass", "commit", "gpu"), "ms"),
+    "linear-widths.csv": Kind(("workload", "map", "pass", "impl", "commit", "gpu"), "ms"),
     "benchmark-norm.csv": Kind(("workload", "over", "pass", "impl", "gpu"), "ms"),
     "benchmark-tables.csv": Kind(("workload", "form", "pass", "gpu"), "ms"),
     "benchmark-decode.csv": Kind(("workload", "measure", "impl", "gpu"), "ms"),

@@ -14,7 +14,7 @@ import io
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +45,8 @@ KEY: tuple[str, ...] = ("op", "workload", "mode", "peer", "floor_bytes")
 COLUMNS = (*KEY, *METRICS, "gpu", "versions", "commit")
 KERNELS = "regex:^(lrpe_kernel|triton_.*|.*elementwise_kernel.*)$"  # excluding the second pass of dω
 RANGE = "counted"
+NCU: Any = typer.Option(help="Command that starts Nsight Compute.")
+COMMIT: Any = typer.Option(help="Commit hash to record if there is no git history.")
 
 
 def passes(device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -64,13 +66,13 @@ def passes(device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
                 yield {**key, "peer": ELEMENTWISE}, lambda x=x, y=y: torch.neg(x, out=y)
 
 
-def run(keys: Path) -> None:
-    """Run each pass once after a warm-up call. ncu profiles this process."""
+def run(keys: Path, columns: Sequence[str], passes: Iterable[tuple[dict[str, Any], Callable[[], Any]]]) -> None:
+    """Run each pass once after a warm-up call, and write its key to a CSV. ncu profiles this process."""
     functorch_config.donated_buffer = False
     with keys.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, KEY)
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        for key, fn in passes(torch.device("cuda")):
+        for key, fn in passes:
             fn()
             torch.cuda.synchronize()
             counted = torch.cuda.nvtx.range_start(RANGE)  # includes launches from autograd's thread
@@ -81,56 +83,69 @@ def run(keys: Path) -> None:
             file.flush()
 
 
-def parse(report: str) -> list[dict[str, float]]:
-    """Parse ncu's raw page: a line of names, a line of units, and a line per kernel."""
+def parse(report: str, metrics: dict[str, str]) -> list[dict[str, Any]]:
+    """Parse ncu's raw page: a line of names, a line of units, and a line per kernel. Return its name and metrics."""
     lines = [line for line in report.splitlines() if line.startswith('"')]
     if len(lines) < 2:
         raise ValueError("ncu's report: expected names, units and kernels, got\n" + report[-2000:])
     found = list(csv.DictReader(io.StringIO("\n".join([lines[0], *lines[2:]]))))
-    missing = [metric for metric in METRICS.values() if found and metric not in found[0]]
+    missing = [metric for metric in metrics.values() if found and metric not in found[0]]
     if missing:
         raise ValueError(f"ncu's report lacks {', '.join(missing)}")
-    return [{name: float(row[metric].replace(",", "")) for name, metric in METRICS.items()} for row in found]
+    numbers = [{name: float(row[metric].replace(",", "")) for name, metric in metrics.items()} for row in found]
+    return [{"kernel": row["Kernel Name"], **values} for row, values in zip(found, numbers, strict=True)]
 
 
-def main(
-    out: Annotated[Path, OUT] = Path("scripts/results/counters.csv"),
-    ncu: Annotated[str, typer.Option(help="Command that starts Nsight Compute.")] = "ncu",
-    commit: Annotated[str | None, typer.Option(help="Commit hash to record if there is no git history.")] = None,
-    counted: Annotated[Path | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """Profile all passes with ncu. Write the CSV only if every pass succeeds."""
-    if counted is not None:
-        run(counted)
-        return
+def profile(
+    ncu: str, kernels: str, metrics: dict[str, str], command: Sequence[str]
+) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+    """Profile a ``bench`` command with ncu. Return the keys of its passes, and the name and metrics of each kernel.
+
+    The command must accept ``--counted FILE``, and then call :func:`run`. ``kernels`` is a filter of kernel names.
+    """
     if not torch.cuda.is_available():
         raise typer.BadParameter("counters need an NVIDIA GPU, but PyTorch finds none")
     with tempfile.TemporaryDirectory() as folder:
         keys, report = Path(folder, "keys.csv"), Path(folder, "report.csv")
-        command = [
-            ncu, "--clock-control", "none", "--nvtx", "--nvtx-include", RANGE, "--kernel-name", KERNELS,
-            "--metrics", ",".join(METRICS.values()), "--page", "raw", "--csv", "--print-units", "base",
+        arguments = [
+            ncu, "--clock-control", "none", "--nvtx", "--nvtx-include", RANGE, "--kernel-name", kernels,
+            "--metrics", ",".join(metrics.values()), "--page", "raw", "--csv", "--print-units", "base",
             "--log-file", str(report),
-            sys.executable, "-m", "lrpe_md.scripts.bench", "counters", "--counted", str(keys),
+            sys.executable, "-m", "lrpe_md.scripts.bench", *command, "--counted", str(keys),
         ]  # fmt: skip
         try:
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run(arguments, capture_output=True, text=True)
         except FileNotFoundError:
             raise typer.BadParameter(f"--ncu: command {ncu!r} not found; install the CUDA toolkit") from None
         text = report.read_text(encoding="utf-8") if report.exists() else ""
         if done.returncode:
             raise SystemExit(f"ncu failed with exit status {done.returncode}:\n{text[-2000:]}\n{done.stderr[-2000:]}")
         with keys.open(newline="", encoding="utf-8") as file:
-            known = list(csv.DictReader(file))
-        rows = parse(text)
-    if len(rows) != len(known):
-        raise SystemExit(
-            f"expected one kernel for each of the {len(known)} passes, got {len(rows)} from ncu:\n{text[-2000:]}"
-        )
+            return list(csv.DictReader(file)), parse(text, metrics)
+
+
+def write(out: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]], commit: str | None) -> None:
+    """Write rows to a CSV, with the GPU, the versions and the commit."""
     here = measured_on(torch.device("cuda"), commit)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
-        writer.writerows({**key, **row, **here} for key, row in zip(known, rows, strict=True))
+        writer.writerows({**row, **here} for row in rows)
+
+
+def main(
+    out: Annotated[Path, OUT] = Path("scripts/results/counters.csv"),
+    ncu: Annotated[str, NCU] = "ncu",
+    commit: Annotated[str | None, COMMIT] = None,
+    counted: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Profile all passes with ncu. Write the CSV only if every pass succeeds."""
+    if counted is not None:
+        run(counted, KEY, passes(torch.device("cuda")))
+        return
+    known, rows = profile(ncu, KERNELS, METRICS, ["counters"])
+    if len(rows) != len(known):
+        raise SystemExit(f"expected one kernel for each of the {len(known)} passes, got {len(rows)} from ncu")
+    write(out, COLUMNS, ({**key, **row} for key, row in zip(known, rows, strict=True)), commit)
     print(f"{out}: {len(rows)} kernels")

@@ -439,16 +439,16 @@ NCU = """==PROF== Connected to process 1
 def test_parsing_ncu_reports():
     names = list(benchmark_counters.METRICS.values())
     text = NCU.format(names='","'.join(names), units='","'.join(["x"] * len(names)))
-    first, second = benchmark_counters.parse(text)
+    first, second = benchmark_counters.parse(text, benchmark_counters.METRICS)
     assert first == {
-        "ns": 57632, "bytes_read": 77477888, "bytes_written": 129276672, "dram": 74.6, "l2": 86.7, "issue": 74.1,
-        "warps": 43, "registers": 64,
+        "kernel": "lrpe_kernel", "ns": 57632, "bytes_read": 77477888, "bytes_written": 129276672, "dram": 74.6,
+        "l2": 86.7, "issue": 74.1, "warps": 43, "registers": 64,
     }  # fmt: skip
     assert second["registers"] == 51
     with pytest.raises(ValueError, match="lacks lts__throughput"):
-        benchmark_counters.parse(text.replace("lts__throughput", "lts"))
+        benchmark_counters.parse(text.replace("lts__throughput", "lts"), benchmark_counters.METRICS)
     with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
-        benchmark_counters.parse("==ERROR== ERR_NVGPUCTRPERM\n")
+        benchmark_counters.parse("==ERROR== ERR_NVGPUCTRPERM\n", benchmark_counters.METRICS)
 
 
 def test_every_pass_is_profiled(tmp_path, monkeypatch):

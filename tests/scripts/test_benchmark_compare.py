@@ -36,7 +36,7 @@ def test_last_value_of_a_key_counts():
 
 @pytest.mark.parametrize("name", sorted(compare.read(None)))
 def test_committed_files_have_a_kind(name):
-    if name == "counters.csv":
+    if name.startswith("counters"):
         return  # a list of kernels, without measurements to compare
     kind = next(kind for pattern, kind in compare.KINDS.items() if fnmatch(name, pattern))
     assert len(compare.load(compare.read(None)[name], kind)), name

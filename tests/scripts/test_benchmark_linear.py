@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from lrpe_md.scripts.bench import linear, linear_measure, linear_peers
+from lrpe_md.scripts.bench import linear, linear_counters, linear_measure, linear_peers
 from lrpe_md.scripts.bench.app import app
 from typer.testing import CliRunner
 
@@ -207,3 +207,25 @@ def test_append_keeps_earlier_rows(tmp_path):
     for options in ((), ("--append",)):
         run("--impl", "lrpe-md", "--workload", "vit224", "--map", "none", "--out", out, *options)
     assert [row["pass"] for row in read(out)] == ["forward", "backward"] * 2
+
+
+def test_each_pass_of_linear_attention_is_profiled():
+    """A mark comes before the kernels of each pass."""
+    names = [linear_counters.MARK, "linear_state_kernel", "linear_output_kernel", linear_counters.MARK, "linear_x"]
+    first, second = linear_counters.split([{"kernel": name} for name in names])
+    assert [row["kernel"] for row in first] == ["linear_state_kernel", "linear_output_kernel"]
+    assert [row["kernel"] for row in second] == ["linear_x"]
+    with pytest.raises(ValueError, match="before the first pass, got linear_x"):
+        linear_counters.split([{"kernel": "linear_x"}])
+
+
+def test_passes_to_profile(monkeypatch):
+    case = linear_measure.shrink(linear_measure.WORKLOADS["width72"])
+    monkeypatch.setattr(linear_counters, "WORKLOADS", {"a": case})
+    found = list(linear_counters.passes(["a"], ["rotate", "none"], torch.device("cpu")))
+    assert [tuple(key.values()) for key, _ in found] == [
+        ("a", map, which) for map in ("rotate", "none") for which in ("forward", "backward")
+    ]
+    for key, fn in found:
+        _, result = fn()
+        assert len(result) == 3 if key["pass"] == "backward" else result.shape == (1, 2, 12, 16)
