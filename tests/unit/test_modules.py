@@ -247,6 +247,15 @@ def test_parameter_groups(cls):
             parameter_groups(model, **{"lr": 1.0, name: -1})
 
 
+def test_parameter_groups_of_parametrized_frequencies(cls):
+    module = cls(8, 2, learnable=True, phase=True)
+    for name in ("log_theta", "phase"):
+        nn.utils.parametrize.register_parametrization(module, name, Twice())
+    keep, frequencies = parameter_groups(module, 1e-3, frequency_lr=1e-2)
+    assert keep["params"] == [module.get_parameter("parametrizations.phase.original")]
+    assert frequencies["params"] == [module.get_parameter("parametrizations.log_theta.original")]
+
+
 def test_parameter_groups_of_wrapped_models():
     class Backbone(nn.Module):
         def __init__(self) -> None:
