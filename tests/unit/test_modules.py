@@ -541,6 +541,10 @@ def test_functional_calls_and_parametrizations(cls, options):
     for name in doubled:
         nn.utils.parametrize.register_parametrization(module, name, Twice())
     assert torch.equal(module.bfloat16()(x, positions=GRID), found)
+    module.set_places(0, 2 * torch.arange(3))
+    assert torch.equal(module(x, positions=GRID), module(x, positions=GRID.rescale((2, 1))))
+    with pytest.raises(ValueError, match="x: expected head_dim=8, got 6"):
+        module(x[..., :6], positions=GRID)
     module = cls(8, 2, num_heads=4, phase=True, **{"learnable": True, **options})
     module.load_state_dict(doubled)
     assert torch.equal(module(x, positions=GRID), found)
