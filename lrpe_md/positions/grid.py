@@ -305,10 +305,7 @@ class Grid(Rules):
             check_index(
                 index[..., axis], own.shape[0], f"places: expected indices of axis {axis}, including the origin,"
             )
-        columns = [
-            torch.where(rotated, places[j].double()[index[..., j]], 0) if j in places else coords[..., j]
-            for j in range(self.num_axes)
-        ]
+        columns = [places[j].double()[index[..., j]] if j in places else coords[..., j] for j in range(self.num_axes)]
         return self._as_table(torch.stack(columns, dim=-1), rotated)
 
     def _as_table(self, coords: Tensor, rotated: Tensor) -> Coordinates:
