@@ -121,7 +121,8 @@ def linear_attention(
             - "encoded": q̂_n · Σ_m β_m k̂_m, which can be close to 0. The output is 0 if |z| < eps.
             - "none": 1. Add a norm after the attention. docs/linear-attention.md shows how large outputs can get.
         gate: β (B, H_k or 1, N_k), floats or bools that multiply the keys. A gate of 0 removes a token, even one that
-            contains NaN, and gets no gradient.
+            contains NaN, and gets no gradient. Before a norm over all heads, it sets k to 0 in its head, so it also
+            changes the mean over the token's other heads.
         is_causal: whether each token attends only to itself and earlier tokens.
         block: number of tokens per block, for example per video frame. A token attends to its own block and to all
             earlier blocks. All tokens attend to the prefix, and suffix tokens attend to all tokens.

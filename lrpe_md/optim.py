@@ -48,8 +48,10 @@ def parameter_groups(
         id(parameter)
         for module in model.modules()
         if isinstance(module, FrequencyModule)
-        for name, parameter in module.named_parameters(recurse=False)
-        if name != "phase"
+        for name, parameter in module.named_parameters()
+        # The module's own parameters are at the top, or below "parametrizations" if they have a parametrization.
+        if name.startswith("parametrizations.") or "." not in name
+        if "phase" not in name.split(".")
     }
     groups: dict[str, dict[str, Any]] = {
         "decay": {"params": [], "lr": lr, "weight_decay": weight_decay},

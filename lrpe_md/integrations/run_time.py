@@ -190,13 +190,14 @@ class Formula(NamedTuple):
     def return_omega(self, channels: int, heads: int, seed: int) -> Tensor:
         return self.omega[None]
 
-    def agrees(self, rope: Any, args: Sequence[Any]) -> bool:
+    def agrees(self, rope: Any, args: Sequence[Any], precision: float = 0.0) -> bool:
+        """Return whether the module's tables equal the formula, up to rounding in their dtype or ``precision``."""
         try:
             made = _split(getattr(type(rope), self.method)(rope, *args))  # without the hooks of accelerate
         except (TypeError, ValueError, RuntimeError):  # another model's module, with different arguments
             return False
         angles = _angles(self.locate(rope, self.settings, *args), self.omega, torch.device("cpu"))
-        bound = max(_BOUND, 4 * torch.finfo(made[0].dtype).eps)
+        bound = max(_BOUND, 4 * torch.finfo(made[0].dtype).eps, precision)
         pairs = zip(made, (angles.cos(), angles.sin()), strict=True)
         return all(t.shape[-1] == 2 * a.shape[-1] and (t - self.expand(a, t)).abs().max() < bound for t, a in pairs)
 
@@ -364,6 +365,11 @@ def _read_formula(path: str, module: nn.Module) -> Formula:
         for read in (_read_ids, _read_patches, _read_timm, _read_places):
             if (found := read(twin)) is not None and found[0].agrees(twin, found[1]):
                 return found[0]
+            if found is not None and found[0].agrees(twin, found[1], 4 * torch.finfo(torch.bfloat16).eps):
+                raise ValueError(
+                    f"{path}: expected {type(module).__name__}'s tables in full precision, got tables rounded to 16 "
+                    "bits, as after model.bfloat16().float(); load the model again in the dtype that you want"
+                )
     raise ValueError(
         f"{path}: expected a module whose tables are known, got {type(module).__name__}; for a language model, set "
         "rope_parameters in its configuration before you load the model; for any other module, change its frequencies "

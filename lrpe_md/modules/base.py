@@ -426,6 +426,11 @@ class FrequencyModule(PreciseModule):
             return None
         return self._learned_values("phase")
 
+    def _find_device(self) -> torch.device:
+        """Return the module's device, even if its only tensor has a parametrization."""
+        own = next(iter(self._owned().values()), None)
+        return (self._learned() if own is None else own).device
+
     def _learned(self) -> Tensor:
         if "omega" in self._buffers:
             return self.omega
@@ -524,7 +529,7 @@ class FrequencyModule(PreciseModule):
         own = self._buffers.get(name)
         with torch.inference_mode(False), torch.no_grad():
             if own is None or own.shape != places.shape:
-                own = torch.empty(places.shape, dtype=torch.float64, device=next(iter(self._owned().values())).device)
+                own = torch.empty(places.shape, dtype=torch.float64, device=self._find_device())
                 self.register_buffer(name, own, persistent=False)
             own.copy_(places, non_blocking=True)
         self.moved = tuple(sorted({*self.moved, axis}))
@@ -604,7 +609,7 @@ class FrequencyModule(PreciseModule):
 
     def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
         """Check the arguments of a call. The errors name the module's arguments instead of omega."""
-        own, wheres = next(iter(self._owned().values())), positions if type(positions) is tuple else (positions,)
+        own, wheres = self._find_device(), positions if type(positions) is tuple else (positions,)
         for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
             if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4:
                 return
@@ -619,9 +624,9 @@ class FrequencyModule(PreciseModule):
                     f"heads), got {x.shape[1]} in a tensor of shape {tuple(x.shape)}"
                     + (remedy_layout(x, wheres[0]) or f"; build the module with num_heads={xs[-1].shape[1]}")
                 ) from None
-            if x.device != own.device:
+            if x.device != own:
                 raise ValueError(
-                    f"{name}: expected a tensor on the module's device {own.device}, got {x.device}; move one of them"
+                    f"{name}: expected a tensor on the module's device {own}, got {x.device}; move one of them"
                 ) from None
         for where in wheres:
             if isinstance(where, Tensor):

@@ -440,7 +440,7 @@ class PresetMd(FrequencyModule):
         Call this once per forward pass, not in every layer. The arguments are the same as for
         :meth:`lrpe_md.presets.Preset.positions`.
         """
-        options.setdefault("device", next(iter(self._owned().values())).device)
+        options.setdefault("device", self._find_device())
         return self.preset.positions(*segments, **options)
 
     def extra_repr(self) -> str:

@@ -20,6 +20,7 @@ from ..checks import (
     suggest,
 )
 from ..engine.core.call import Act
+from ..engine.encode.validate import FSDP
 from ..engine.linear.call import Description, Directions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import run_encoded
 from ..engine.linear.validate import check_decay_range, check_eps, check_normalizer, check_rule
@@ -83,8 +84,16 @@ class HeadDecay(PreciseModule):
         return values.to(torch.get_default_device() if device is None else device, torch.float32)
 
     def forward(self) -> Tensor:
-        """Return the decay (H,)."""
-        return self.logit.float().sigmoid() if self.learnable else self.decay
+        """Return the decay (H,).
+
+        Raises:
+            TypeError: if a library cast the decay or its logit to 16 bits.
+        """
+        own = self.logit if self.learnable else self.decay
+        if own.dtype not in (torch.float32, torch.float64):
+            name = "logit" if self.learnable else "decay"
+            raise TypeError(f"{name}: expected float32 (16 bits round most decays to 1), got {own.dtype}{FSDP}")
+        return own.sigmoid() if self.learnable else own
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, initial={self.name!r}, learnable={self.learnable}"

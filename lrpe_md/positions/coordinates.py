@@ -15,8 +15,8 @@ from ..checks import as_integer, check_dense, check_precise, is_real, show_value
 from ..engine.inductor.private import are_transforms_active, assert_async, num_dispatch_modes
 
 __all__ = [
-    "Bound", "Coordinates", "PerAxis", "Rules", "check_axes", "check_index", "check_reach", "larger", "per_axis",
-    "read_counts", "smaller",
+    "Bound", "Coordinates", "PerAxis", "Rules", "apply_affine", "check_axes", "check_index", "check_reach", "larger",
+    "per_axis", "read_counts", "smaller",
 ]  # fmt: skip
 
 PerAxis = float | Sequence[float] | Tensor
@@ -131,7 +131,7 @@ class Coordinates(Rules):
         a, b = per_axis("scale", scale, self.num_axes), per_axis("shift", shift, self.num_axes)
         coords = self.coords if self.coords.is_floating_point() else self.coords.double()
         a, b = (torch.as_tensor(t, dtype=coords.dtype, device=coords.device) for t in (a, b))
-        return replace(self, coords=coords * a + b)
+        return replace(self, coords=apply_affine(coords, a, b))
 
     def floor(self) -> Coordinates:
         """Round each position down, for models that round positions after scaling, such as Qwen2.5-VL with seconds."""
@@ -215,6 +215,18 @@ class Coordinates(Rules):
         soon = not self.coords.is_cuda  # a copy to the CPU must finish before the values are used
         rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
         return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
+
+
+def apply_affine(positions: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return scale · s + shift, or the nearest integer if float64 rounding may have caused the difference from it.
+
+    Positions that should be integers are therefore exact, and can be rounded down.
+    """
+    product = positions * scale
+    moved = product + shift
+    distance = (moved.round() - moved).detach()
+    is_near = distance.abs() <= 2.0**-50 * (product.detach().abs() + shift.detach().abs())
+    return moved + torch.where(is_near, distance, 0)
 
 
 def read_counts(positions: Rules, *names: str) -> None:

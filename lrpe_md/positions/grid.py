@@ -35,6 +35,7 @@ from .coordinates import (
     Coordinates,
     PerAxis,
     Rules,
+    apply_affine,
     check_axes,
     check_index,
     check_reach,
@@ -156,41 +157,42 @@ class Grid(Rules):
         return self._table(torch.device(device), dtype)[0]
 
     def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        exact = self._has_rules
+        is_plain = self.scale is None and self.shift is None
         coords, rotated = grid_coordinates(
-            self.num_tokens, self.shape, self.prefix, self.start, None if exact else self.affine(device),
-            self.origin, device=device, dtype=torch.float64 if exact else dtype,
+            self.num_tokens, self.shape, self.prefix, self.start, None, self.origin, device=device,
+            dtype=dtype if is_plain else torch.float64,
         )  # fmt: skip
-        if exact:
+        if not is_plain:
             coords = torch.where(rotated[:, None], self._placed(coords), 0).to(dtype)
         return coords, rotated
 
     @property
     def _has_rules(self) -> bool:
-        """Return whether the grid has a scale or shift whose values are known on the host."""
-        known = not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
-        return known and not (self.scale is None and self.shift is None)
+        """Return whether the values of the scale and shift are known on the host."""
+        return not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
 
     def _placed(self, index: Tensor) -> Tensor:
         """Return float64 positions of integer coordinates (..., K).
 
         If scale and shift are the fractions p / n and r / n up to rounding, as after :meth:`interpolate`, the position
-        is computed as (p i + r) / n, with a single rounding. Positions that should be integers are therefore exact, as
-        :meth:`floor` requires.
+        is computed as (p i + r) / n, with a single rounding.
         """
         index = index.double()
-        affine: Any = self.affine(index.device)
+        affine = self.affine(index.device)
+        if affine is None:
+            return index
+        scale, shift = affine.unbind(-1)
+        positions = apply_affine(index, scale, shift)
         if not self._has_rules:
-            return index if affine is None else index * affine[:, 0] + affine[:, 1]
+            return positions
         if any(type(n) is not int for n in self.shape) or torch.compiler.is_compiling() or fleeting():
             n = torch.tensor(self._sizes, dtype=torch.float64, device=index.device)
         else:
             n = _rows_on((tuple(map(float, self._sizes)),), index.device)[0]
-        scale, shift = affine.unbind(-1)
         p, r, largest = (scale * n).round(), (shift * n).round(), 2.0**53 / n**2
         near = ((p / n - scale).abs() <= 2.0**-50 * scale.abs()) & ((r / n - shift).abs() <= 2.0**-50 * shift.abs())
         near = near & (scale.abs() < largest) & (shift.abs() < largest)
-        return torch.where(near, (index * p + r) / n, index * scale + shift)
+        return torch.where(near, (index * p + r) / n, positions)
 
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:
         a, b, u, v = _alike(
@@ -303,10 +305,7 @@ class Grid(Rules):
             check_index(
                 index[..., axis], own.shape[0], f"places: expected indices of axis {axis}, including the origin,"
             )
-        columns = [
-            torch.where(rotated, places[j].double()[index[..., j]], 0) if j in places else coords[..., j]
-            for j in range(self.num_axes)
-        ]
+        columns = [places[j].double()[index[..., j]] if j in places else coords[..., j] for j in range(self.num_axes)]
         return self._as_table(torch.stack(columns, dim=-1), rotated)
 
     def _as_table(self, coords: Tensor, rotated: Tensor) -> Coordinates:

@@ -522,11 +522,13 @@ class Preset:
         return f"pass positions=Grid({shape}{sides}), or "
 
     def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
-        """Call the scheme's grid function, and check the result. For a shape without tokens, return an empty grid."""
-        if 0 in shape:
-            return Grid((0,) * self.num_axes)
+        """Call the scheme's grid function, and check the result."""
         try:
             grid = self.scheme.grid(shape, **options)
+        except (ZeroDivisionError, RuntimeError):
+            if 0 not in shape:
+                raise
+            grid = Grid((0,) * self.num_axes)  # many rules divide by a size, or need the largest position
         except IndexError as error:
             raise ValueError(f"shape: {self.name}'s grid function doesn't support {shape}: {error}") from error
         if not isinstance(grid, (Grid, Coordinates)):

@@ -351,6 +351,12 @@ def test_tables_of_ones_own_are_refused():
     assert not hasattr(model.rope, "rotation")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_that_were_cast_to_16_bits_and_back(dtype):
+    with pytest.raises(ValueError, match=r"rope: expected WanRotaryPosEmbed's tables .* load the model again"):
+        set_scaling(wan().to(dtype).float(), None)
+
+
 @pytest.mark.parametrize("name", ["lumina2", "hunyuan_video_framepack", "qwenimage"])
 def test_modules_with_other_arguments_are_refused(name):
     """These modules store their frequencies as FLUX or HunyuanVideo do, but their methods take other arguments."""

@@ -85,6 +85,11 @@ def test_arguments(changes, case, many_pieces):
     assert_within_budget(replace(case, **changes))
 
 
+def test_several_tiles_of_equal_width():
+    """Rotated and other channels have a tile each. With equal widths, mixing them up changes values, not shapes."""
+    assert_within_budget(replace(DELTA, head_dim=64, rotary_dim=32, shape=(2, 2), block=2, v_dim=8, heads=(1, 1)))
+
+
 @pytest.mark.parametrize("case", [BLOCK, DELTA], ids=["add", "delta"])
 @pytest.mark.parametrize("normalizer", ["unrotated", "none"])
 def test_states(normalizer, case, many_pieces):

@@ -39,6 +39,37 @@ def test_rational_rules_are_rounded_once(n, r, first, data):
     assert column(part) == [float(Fraction((start + first) * r, n))]
 
 
+@pytest.mark.parametrize("by", ["axis", "shorter", "longer"])
+def test_cells_round_down_exactly(by):
+    """Compare with ⌊2 (i + ½) / m - 1⌋ in integers. The centre of an odd number of cells is at 0."""
+    for shape in [(n, m) for n in range(1, 40, 3) for m in range(1, 40, 2)]:
+        sizes = {"axis": shape, "shorter": [min(shape)] * 2, "longer": [max(shape)] * 2}[by]
+        found = Grid(shape).cells(by).floor().coords.reshape(*shape, 2)
+        for axis, (n, m) in enumerate(zip(shape, sizes, strict=True)):
+            assert found.select(1 - axis, 0)[:, axis].tolist() == [(2 * i + 1 - m) // m for i in range(n)], shape
+
+
+@given(n=st.integers(2, 300), p=st.integers(1, 300), q=st.integers(1, 300), r=st.integers(-300, 300))
+def test_fractions_round_down_exactly(n, p, q, r):
+    """This holds for numbers and tensors, for grids and tables, and in several steps."""
+    expected = [(i * p + r) // q for i in range(n)]
+    scale, shift = p / q, r / q
+    for positions in (Grid((n,)), Coordinates(torch.arange(n)[:, None])):
+        for by in (scale, torch.tensor([scale], dtype=torch.float64)):
+            assert column(positions.transform(by, shift).floor()) == expected
+            assert column(positions.rescale(by).offset(shift).floor()) == expected
+
+
+def test_rounding_keeps_gradients():
+    """Positions that become whole numbers still depend on the scale and on the coordinates."""
+    scale = torch.tensor([1 / 49], dtype=torch.float64, requires_grad=True)
+    coords = torch.arange(50.0, dtype=torch.float64)[:, None].requires_grad_()
+    for positions in (Grid((50,)).rescale(scale), Coordinates(coords).rescale(scale)):
+        (found,) = torch.autograd.grad(positions.explicit().coords.sum(), scale)
+        assert found == 49 * 50 / 2
+    assert (torch.autograd.grad(Coordinates(coords).rescale(0.5).coords.sum(), coords)[0] == 0.5).all()
+
+
 def test_inexact_rules_are_unchanged():
     """Scales that are not fractions of n, tensors, and integers beyond float64 use the general path."""
     scale, shift = 0.1234567, -3.7

@@ -190,6 +190,20 @@ def test_directions_are_unit_vectors(num_axes):
         torch.testing.assert_close(directions.norm(dim=-1), torch.ones(directions.shape[:-1]).double())
 
 
+def test_golden_directions():
+    """Channel c is at the fractions of (c + ½) / r and (c + ½) / r², with the root r of x^K = x + 1."""
+    index = torch.arange(9, dtype=torch.float64) + 0.5
+    for num_axes in (2, 3):
+        root = 1.5
+        for _ in range(60):  # a fixed point of x = (x + 1)^(1/K)
+            root = (root + 1) ** (1 / num_axes)
+        *height, turn = (index / root ** (i + 1) % 1 for i in range(num_axes - 1))
+        radius = (1 - sum(z**2 for z in height)) ** 0.5
+        angle = (num_axes - 1) * math.pi * turn
+        expected = torch.stack([radius * angle.cos(), radius * angle.sin(), *height], -1)
+        torch.testing.assert_close(golden_directions(9, num_axes), expected)
+
+
 def test_plane_directions():
     angles = torch.tensor([0.0, 1.0], dtype=torch.float64)
     directions = plane_directions(4, angles)

@@ -449,6 +449,16 @@ def test_decay_keeps_its_precision(learnable):
     assert torch.equal(made.to_empty(device="cpu")(), HeadDecay(8, learnable=learnable)())
 
 
+@pytest.mark.parametrize("learnable", [False, True])
+def test_decays_that_were_cast(learnable):
+    """FSDP's mixed precision casts parameters and buffers through their data."""
+    decay = HeadDecay(8, learnable=learnable)
+    name, own = ("logit", decay.logit) if learnable else ("decay", decay.decay)
+    own.data = own.data.to(torch.bfloat16)
+    with pytest.raises(TypeError, match=rf"{name}: expected float32 .*got torch.bfloat16.*call fully_shard"):
+        decay()
+
+
 @pytest.mark.parametrize("encoding", ["own", "other", None])
 def test_module(encoding):
     """The module passes on its options, even for an encoding without a description."""

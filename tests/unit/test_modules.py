@@ -247,6 +247,15 @@ def test_parameter_groups(cls):
             parameter_groups(model, **{"lr": 1.0, name: -1})
 
 
+def test_parameter_groups_of_parametrized_frequencies(cls):
+    module = cls(8, 2, learnable=True, phase=True)
+    for name in ("log_theta", "phase"):
+        nn.utils.parametrize.register_parametrization(module, name, Twice())
+    keep, frequencies = parameter_groups(module, 1e-3, frequency_lr=1e-2)
+    assert keep["params"] == [module.get_parameter("parametrizations.phase.original")]
+    assert frequencies["params"] == [module.get_parameter("parametrizations.log_theta.original")]
+
+
 def test_parameter_groups_of_wrapped_models():
     class Backbone(nn.Module):
         def __init__(self) -> None:
@@ -532,6 +541,10 @@ def test_functional_calls_and_parametrizations(cls, options):
     for name in doubled:
         nn.utils.parametrize.register_parametrization(module, name, Twice())
     assert torch.equal(module.bfloat16()(x, positions=GRID), found)
+    module.set_places(0, 2 * torch.arange(3))
+    assert torch.equal(module(x, positions=GRID), module(x, positions=GRID.rescale((2, 1))))
+    with pytest.raises(ValueError, match="x: expected head_dim=8, got 6"):
+        module(x[..., :6], positions=GRID)
     module = cls(8, 2, num_heads=4, phase=True, **{"learnable": True, **options})
     module.load_state_dict(doubled)
     assert torch.equal(module(x, positions=GRID), found)

@@ -384,7 +384,9 @@ def test_empty_grids_have_no_tokens(name):
         assert positions.num_tokens == 0
 
 
-def test_empty_grids_do_not_reach_the_grid_function():
+def test_rules_of_empty_grids():
+    """Empty shapes follow the scheme's rule, except for rules that would divide by zero."""
+
     def unit(shape):
         return Grid(shape).rescale([1 / n for n in shape])
 
@@ -392,6 +394,11 @@ def test_empty_grids_do_not_reach_the_grid_function():
     empty = p.positions(2, (0, 3), 1)
     torch.testing.assert_close(empty.coords, p.positions(3).coords)
     assert p.positions((2, 0)).num_tokens == 0
+    marked = preset(Scheme("", 16, Axial((1, 1)), grid=lambda shape: Grid(shape, prefix=2)))
+    assert marked.positions((0, 3)).num_tokens == 2
+    assert isinstance(preset("qwen2_vl_vision").positions((0, 4)), Coordinates)
+    with pytest.raises(ValueError, match=r"shape: eva02 expects a shape with 2 axes, got \(0, 3, 4\)"):
+        preset("eva02").positions((0, 3, 4))
 
 
 @pytest.mark.parametrize("name", ["dinov3", "cosformer", "cogvideox", "mochi"])

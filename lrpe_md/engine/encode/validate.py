@@ -33,7 +33,7 @@ PAIRS = ("half", "interleaved")
 FSDP = (
     ". If FSDP2's mixed precision cast it, first call fully_shard without param_dtype on the module that owns it. "
     "With FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and add the module to ignored_modules if it "
-    "learns its frequencies"
+    "is learnable"
 )
 WHOLE_PACK = (
     "the whole result of lrpe_md.pack as positions (not only its first part), or your own coordinates (N, K) as "
