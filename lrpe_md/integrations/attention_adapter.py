@@ -337,9 +337,11 @@ class _Attention(_Forward):
             with _Encode(self, None if is_compiling else _checkpoint_state()):
                 output = self.run(*args, **kwargs)
         if self.adaptation.count_calls() == before:
+            hint = "If a hook skips this module, as diffusers' caches do, add the hook after adapting the model. "
+            hint = hint if self.original is not None else ""
             raise RuntimeError(
                 f"{self.path or 'forward'}: expected a call to F.scaled_dot_product_attention, where q and k are "
-                "encoded, got none. In timm, set `fused_attn = True` on the module. Otherwise, replace the "
+                f"encoded, got none. {hint}In timm, set `fused_attn = True` on the module. Otherwise, replace the "
                 "hand-written attention with\n"
                 "    x = F.scaled_dot_product_attention(q, k, v)\n"
                 "or encode q and k before it, with an encoding that the module owns:\n"

@@ -177,7 +177,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
             )
         for path, (cls, attributes) in changes.items():
             part = found[path]
-            if attributes:
+            if attributes and _SAVED not in vars(part):  # several layers may share an object
                 vars(part)[_SAVED] = {name: (ours, vars(part)[name]) for name, ours in attributes.items()}
                 vars(part).update(attributes)
             if cls is not type(part):

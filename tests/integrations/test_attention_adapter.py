@@ -763,6 +763,15 @@ def test_attentions_that_can_not_be_encoded(attention):
         model(*plain.dit_inputs((8, 12)))
 
 
+def test_attentions_that_a_hook_skips():
+    """diffusers' caches replace the forward method, and return an earlier result in some steps."""
+    model = plain.Dit()
+    model.blocks[0].attn.forward = lambda x: x
+    adapt_attention(model, "rotate", plain.dit_positions)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.attn: .* add the hook after adapting the model"):
+        model(*plain.dit_inputs((8, 12)))
+
+
 def test_timm_without_fused_attention():
     model = STYLES["sit"].build()
     adapt_attention(model, "rotate", plain.sit_positions)

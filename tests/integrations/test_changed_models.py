@@ -381,6 +381,30 @@ def test_a_function_that_is_set_afterwards_stays(again):
     assert restore_rotary(model).layers[0].self_attn.attribute is turn_neighbours
 
 
+class Turner:
+    """Object that calls a function from an attribute, like a user's attention processor."""
+
+    def __init__(self):
+        self.turn = modeling_llama.apply_rotary_pos_emb
+
+    def __call__(self, q, k, cos, sin):
+        return self.turn(q, k, cos, sin)
+
+
+def test_layers_that_share_an_object():
+    model, shared = tiny("Llama", num_hidden_layers=2), Turner()
+    kind = attention_that_calls(lambda self, *args: self.turner(*args))
+    for i, layer in enumerate(model.layers):
+        attention = kind(model.config, i)
+        attention.load_state_dict(layer.self_attn.state_dict())
+        attention.turner, layer.self_attn = shared, attention
+    expected = differentiate(model)
+    assert_same(differentiate(adapt_rotary(adapt_rotary(model))), expected)
+    assert shared.turn is not modeling_llama.apply_rotary_pos_emb
+    restore_rotary(model)
+    assert shared.turn is modeling_llama.apply_rotary_pos_emb
+
+
 def test_a_method_that_is_set_afterwards_stays():
     model = tiny("Llama")
     attention = model.layers[0].self_attn
