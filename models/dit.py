@@ -18,7 +18,6 @@ D head_dim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +43,7 @@ from lrpe_md.integrations.attention import (
 )
 from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_for_layers, explain_misplaced_options
 from lrpe_md.modules.linear import Memory
+from lrpe_md.positions.coordinates import larger, smaller
 from lrpe_md.positions.sequences import RULES
 
 from .blocks import (
@@ -123,11 +123,11 @@ class TrainedGrids:
     def __call__(self, shape: Sequence[int]) -> Reference:
         """Return the reference for a patch grid ([frames,] height, width)."""
         *frames, height, width = shape
-        side = math.sqrt(height * width)
-        trained = min(max(side, min(self.sides)), max(self.sides))
-        if height == width == trained:
+        side = (height * width) ** 0.5  # math.sqrt of symbolic sizes would be fixed in an exported program
+        trained = smaller(larger(side, min(self.sides)), max(self.sides))
+        if type(side) is float and height == width == trained:  # not in an export, where a branch would be fixed
             return None
-        return *(None for _ in frames), *(max(1, round(trained * n / side)) for n in (height, width))
+        return *(None for _ in frames), *(larger(1, round(trained * n / side)) for n in (height, width))
 
 
 class DiT(nn.Module):

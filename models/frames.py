@@ -56,6 +56,11 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
         _check_kept(before, k, v, prefix, size)
         k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
     frames = (k.shape[2] - prefix) // size
+    if window is not None and isinstance(frames, torch.SymInt):  # the branches below would be fixed
+        raise ValueError(
+            "window: expected None in a program exported for any number of frames, got "
+            f"{window}; export the model for a fixed number of frames"
+        )
     if context.carried is not None:
         kept = frames if window is None else min(frames, window - 1)
         parts = (_take_frames(t, prefix, frames - kept, frames, size) for t in (k, v))

@@ -57,7 +57,7 @@ class Text(NamedTuple):
     @property
     def batch_size(self) -> int:
         """Number of samples, B."""
-        return next((len(t) for t in (self.features, self.pooled) if t is not None), 0)
+        return next((t.shape[0] for t in (self.features, self.pooled) if t is not None), 0)
 
     def zeros(self, batch: int) -> Text:
         """Return one all-zero token, the default empty condition for precomputed features (SD3, arXiv 2403.03206)."""

@@ -15,7 +15,7 @@ from ..checks import as_integer, check_dense, check_precise, is_real, show_value
 from ..engine.inductor.private import are_transforms_active, assert_async, num_dispatch_modes
 
 __all__ = [
-    "Bound", "Coordinates", "PerAxis", "Rules", "apply_affine", "check_axes", "check_index", "check_reach", "larger",
+    "Bound", "Coordinates", "PerAxis", "Rules", "apply_affine", "as_tensor", "check_axes", "check_index", "check_reach", "larger",
     "per_axis", "read_counts", "smaller",
 ]  # fmt: skip
 
@@ -130,7 +130,7 @@ class Coordinates(Rules):
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Coordinates:
         a, b = per_axis("scale", scale, self.num_axes), per_axis("shift", shift, self.num_axes)
         coords = self.coords if self.coords.is_floating_point() else self.coords.double()
-        a, b = (torch.as_tensor(t, dtype=coords.dtype, device=coords.device) for t in (a, b))
+        a, b = (as_tensor(t, coords.device, coords.dtype) for t in (a, b))
         return replace(self, coords=apply_affine(coords, a, b))
 
     def floor(self) -> Coordinates:
@@ -268,7 +268,13 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
         raise ValueError(f"{name}: expected a number for each of the {num_axes} axes, got {show_value(value)}")
     if not torch.compiler.is_compiling() and not all(math.isfinite(v) for v in values if isinstance(v, Real)):
         raise ValueError(f"{name}: expected finite numbers, got {show_value(value)}")
-    return tuple(v if isinstance(v, torch.SymFloat) else float(v) for v in values)
+    # float() of a symbolic integer would make it a constant of an exported program.
+    return tuple(torch.sym_float(v) if isinstance(v, (torch.SymInt, torch.SymFloat)) else float(v) for v in values)
+
+
+def as_tensor(value: Any, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Convert like ``torch.as_tensor``, which would make symbolic numbers constants of an exported program."""
+    return value.to(device, dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device=device)
 
 
 def check_reach(position: float, where: str = "") -> None:

@@ -36,6 +36,7 @@ from .coordinates import (
     PerAxis,
     Rules,
     apply_affine,
+    as_tensor,
     check_axes,
     check_index,
     check_reach,
@@ -140,13 +141,7 @@ class Grid(Rules):
         if self.scale is None and self.shift is None:
             return None
         if isinstance(self.scale, Tensor) or isinstance(self.shift, Tensor):
-            columns = [
-                torch.full((self.num_axes,), default, dtype=torch.float64, device=device)
-                if value is None
-                else torch.as_tensor(value, dtype=torch.float64, device=device)
-                for value, default in ((self.scale, 1.0), (self.shift, 0.0))
-            ]
-            return torch.stack(columns, dim=-1)
+            return torch.stack([as_tensor(value, device) for value in self._scale_and_shift], dim=-1)
         scale, shift = self._scale_and_shift
         if torch.compiler.is_compiling() or fleeting():
             return torch.tensor(list(zip(scale, shift, strict=True)), dtype=torch.float64, device=device)
@@ -260,7 +255,7 @@ class Grid(Rules):
         steps = []
         for a, b, n in zip(start, stop, self._sizes, strict=True):
             length = b * (n - 1) / n - a
-            if 0 < a < b and n > 1 and length < 0:
+            if length < 0 and 0 < a < b and n > 1:  # in this order, a symbolic start adds no guard
                 raise ValueError(
                     f"start, stop: the last of {n} positions, stop * ({n} - 1) / {n} = {b * (n - 1) / n:g}, would "
                     f"precede start = {a:g}; increase stop, or use rescale((stop - start) / n).offset(start), "
@@ -481,7 +476,7 @@ def _from_zero(num_tokens: int) -> Grid:
 def _alike(*values: Any) -> tuple[Any, ...]:
     """If one of the values is a tensor, convert all of them to float64 tensors. Otherwise, return them unchanged."""
     device = next((v.device for v in values if isinstance(v, Tensor)), None)
-    return values if device is None else tuple(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values)
+    return values if device is None else tuple(as_tensor(v, device) for v in values)
 
 
 def _check_origin(origin: Any, num_axes: int) -> None:

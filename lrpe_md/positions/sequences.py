@@ -405,7 +405,7 @@ def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
     """Return the first and last position (for a table, the minimum and maximum) per axis, or [] for no tokens."""
     if isinstance(grid, Coordinates):
         rows = grid.coords if grid.rotated is None else grid.coords[grid.rotated]
-        ends: Any = torch.stack(rows.double().aminmax(dim=0), dim=-1).tolist() if len(rows) else []
+        ends: Any = torch.stack(rows.double().aminmax(dim=0), dim=-1).tolist() if rows.shape[0] else []
         return [(first, last) for first, last in ends]
     if not grid.num_grid_tokens:
         return []

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..frequencies import scalings
 from ..frequencies.dense import dense_omega, mixed_omega, plane_directions
 from ..frequencies.series import geometric_theta, head_bands_theta, log_linspace_theta, period_theta
-from ..positions.coordinates import Coordinates, larger
+from ..positions.coordinates import Coordinates, larger, smaller
 from ..positions.grid import Grid, window_order
 
 __all__ = ["FUNCTIONS"]
@@ -122,9 +122,9 @@ def crop(shape: Shape, size: tuple[int, int] | None = (30, 45)) -> Grid:
     num, height, width = shape = frames(shape)
     if size is None:
         return Grid(shape)
-    tall = height / width > size[0] / size[1]
-    rows = size[0] if tall else round(size[1] / width * height)
-    columns = round(size[0] / height * width) if tall else size[1]
+    # A branch on the aspect ratio would be fixed in an exported program.
+    rows = smaller(size[0], round(size[1] / width * height))
+    columns = smaller(size[1], round(size[0] / height * width))
     top, left = round((size[0] - rows) / 2), round((size[1] - columns) / 2)
     return Grid(shape).crop((0, top, left), (num, top + rows, left + columns))
 
@@ -156,7 +156,8 @@ def divided(shape: Shape, by: Sequence[float] = (1, 1, 1)) -> Grid:
 def two_apart(shape: Shape, skip: int = 8) -> Grid:
     """Place two frames ``skip`` - 1 apart, and any other number of frames one apart."""
     shape = frames(shape)
-    return Grid(shape).rescale((skip - 1 if shape[0] == 2 else 1, 1, 1))
+    is_two = larger(0, 1 - (shape[0] - 2) ** 2)  # 1 or 0; a branch would be fixed in an exported program
+    return Grid(shape).rescale((1 + (skip - 2) * is_two, 1, 1))
 
 
 def strided(shape: Shape, stride: float = 1) -> Grid:
@@ -202,7 +203,7 @@ def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0,
     angle = torch.atan2(y, x)
     span = angle.max() - angle.min()
     even = torch.arange(height * width, dtype=torch.float64, device="cpu") / (height * width)
-    turn = 2 * math.pi * (alpha * (angle - angle.min()) / span if span > 0 else alpha * angle / (2 * math.pi))
+    turn = 2 * math.pi * torch.where(span > 0, alpha * (angle - angle.min()) / span, alpha * angle / (2 * math.pi))
     turn = turn + 2 * math.pi * (1 - alpha) * even
     a = (1 - mix) * radius * turn.cos() + mix * x
     b = (1 - mix) * radius * turn.sin() + mix * y

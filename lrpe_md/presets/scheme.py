@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_at_least, check_frequencies, join_names, plural, rotary_slice
+from ..checks import as_integer, check_at_least, check_frequencies, join_names, plural, rotary_slice
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -448,7 +448,7 @@ class Preset:
         shapes = [tuple(s) for s in segments if isinstance(s, (tuple, list))]
         reference = scheme.reference if reference is None else reference
         for segment in segments:
-            if isinstance(segment, int):
+            if as_integer(segment) is not None:
                 if scheme.tokens is None:
                     grid = "" if reference is not None else self._suggest_grid(segments, options)
                     raise ValueError(

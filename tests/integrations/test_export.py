@@ -7,9 +7,11 @@ import lrpe_md.models.vit  # noqa: F401  timm's entries
 import pytest
 import timm
 import torch
+from lrpe_md.models.dit import TrainedGrids
+from lrpe_md.models.text import Text
 from parametrizing import slow_except
 
-from lrpe_md import Rotate1d, adapt, adapt_rotary, linear_attention
+from lrpe_md import Coordinates, Grid, Rotate1d, adapt, adapt_rotary, linear_attention, preset
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 SMALL = {"depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
@@ -141,6 +143,65 @@ def test_onnx_by_the_older_exporter(name, fused, tmp_path):
         block.attn.fused_attn = fused
     torch.onnx.export(model, (x,), str(tmp_path / "model.onnx"), dynamo=False)
     torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+class Places(torch.nn.Module):
+    """Return the positions of text and an image or video, whose sizes are those of the inputs."""
+
+    def __init__(self, locate):
+        super().__init__()
+        self.locate = locate
+
+    def forward(self, text, image):
+        where = self.locate(text.shape[0], tuple(image.shape))
+        return where.explicit().coords if isinstance(where, Coordinates) else where.coordinates()
+
+
+def place_tensor(length, shape):
+    return Grid(shape, scale=torch.ones(2)).offset((length, shape[0]))
+
+
+def place_trained(length, shape):
+    return Grid(shape).interpolate(TrainedGrids((4, 6))(shape))
+
+
+PLACES = {
+    **{name: preset(name).positions for name in ("cogvideox", "circle_rope", "videorope")},
+    "chronoedit": lambda length, shape: preset("chronoedit").positions(shape),
+    "a grid with a tensor": place_tensor,
+    "trained grids": place_trained,
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_positions_exported_for_any_size(name):
+    """Other runtimes, such as ONNX, ignore guards. So the positions may not rely on any."""
+    module, video = Places(PLACES[name]), (3,) if name == "chronoedit" else ()
+    dynamic = ({0: DYNAMIC}, dict.fromkeys(range(2 + len(video)), DYNAMIC))
+    program = torch.export.export(module, (torch.ones(5), torch.ones(*video, 4, 6)), dynamic_shapes=dynamic)
+    exported = program.module(check_guards=False)
+    for length, *size in ((9, 2, 6, 4), (2, 5, 3, 9), (3, 2, 8, 8), (4, 3, 20, 9)):
+        inputs = torch.ones(length), torch.ones(size if video else size[1:])
+        torch.testing.assert_close(exported(*inputs), module(*inputs), rtol=0, atol=1e-12)
+
+
+def test_batch_size_of_text_in_an_export():
+    class Sizes(torch.nn.Module):
+        def forward(self, features):
+            return features.new_ones(Text(features).batch_size)
+
+    program = torch.export.export(Sizes(), (torch.ones(2, 3, 4),), dynamic_shapes=({0: DYNAMIC},))
+    assert program.module()(torch.ones(5, 3, 4)).shape == (5,)
+
+
+def test_window_exported_for_any_number_of_frames():
+    model = timm.create_model(
+        "lrpe_video_tiny_patch16_224", num_frames=4, tubelet_size=1, causal="frames", window=3, global_pool="avg",
+        **SMALL,
+    )  # fmt: skip
+    x = torch.randn(1, 3, 2, 16, 16)
+    with pytest.raises(ValueError, match="window: expected None in a program exported for any number of frames, got 3"):
+        torch.export.export(model, (x,), dynamic_shapes=({2: DYNAMIC},))
 
 
 class FarTokens(torch.nn.Module):
