@@ -15,8 +15,8 @@ from ..checks import as_integer, check_dense, check_precise, is_real, show_value
 from ..engine.inductor.private import are_transforms_active, assert_async, num_dispatch_modes
 
 __all__ = [
-    "Bound", "Coordinates", "PerAxis", "Rules", "apply_affine", "as_tensor", "check_axes", "check_index", "check_reach", "larger",
-    "per_axis", "read_counts", "smaller",
+    "Bound", "Coordinates", "PerAxis", "Rules", "apply_affine", "as_tensor", "check_axes", "check_index", "check_reach",
+    "larger", "per_axis", "read_counts", "smaller",
 ]  # fmt: skip
 
 PerAxis = float | Sequence[float] | Tensor
