@@ -130,9 +130,11 @@ def scaling_table(rows: Any) -> str:
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
     several = rows["mode"].nunique() > 1
     mode = "" if several else {"eager": ", in eager mode"}.get(rows["mode"].iloc[0], ", compiled")
+    wide = " (dit-xl: 1,152, with head_dim 72)" if "dit-xl" in set(rows.backbone) else ""
     lines = [
         "**Training steps by number of tokens.** The table lists throughput in thousands of tokens per second, and "
-        "peak memory in GiB. The backbones have four blocks of width 768 and run in bfloat16. A batch has "
+        f"peak memory in GiB. The backbones have four blocks of width 768{wide} and run in "
+        "bfloat16. A batch has "
         f"{TOKENS_A_STEP:,} tokens, or a single sample if that is longer. Shorter samples therefore need the same "
         "memory. "
         f"Each step runs the forward and backward passes and the optimiser{mode}. {where(rows)}.",

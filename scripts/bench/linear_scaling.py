@@ -1,14 +1,15 @@
 """Measure training steps of this project's backbones with softmax and linear attention as the number of tokens grows.
 
-    lrpe-md bench linear-scaling                         three backbones, 256 to 262,144 tokens
+    lrpe-md bench linear-scaling                         four backbones, 256 to 262,144 tokens
     lrpe-md bench linear-scaling --backbones vit --tokens 4096,65536 --compiled --append
 
 As in ``scripts.bench training``, a step consists of forward under bfloat16 autocast, loss, backward, and fused AdamW.
-The backbones are the ViT on square images, the video transformer, and the DiT without text. All three have few blocks,
-a width of 768 and head_dim 64. A batch has 65,536 tokens, or a single sample if one sample has more tokens. If a step
-runs out of memory, it is repeated with activation checkpointing, and a note is added to the row. Each row contains the
-median milliseconds, tokens per second and peak memory of a step, and is saved immediately. A measurement is skipped
-with a note if it runs out of memory or is expected to take more than --cap seconds.
+The backbones are the ViT on square images, the video transformer, and the DiT without text. All have few blocks, a
+width of 768 and head_dim 64, except dit-xl, which has the width and head_dim of DiT-XL (1,152 and 72). A batch has
+65,536 tokens, or a single sample if one sample has more tokens. If a step runs out of memory, it is repeated with
+activation checkpointing, and a note is added to the row. Each row contains the median milliseconds, tokens per second
+and peak memory of a step, and is saved immediately. A measurement is skipped with a note if it runs out of memory or is
+expected to take more than --cap seconds.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Latents(Scaled):
         return (model(x, torch.full((len(x),), 0.5, device=x.device)) - x).float().square().mean()
 
 
-BACKBONES: dict[str, type[Scaled]] = {"vit": Images, "video": Videos, "dit": Latents}
+BACKBONES: dict[str, type[Scaled]] = {"vit": Images, "video": Videos, "dit": Latents, "dit-xl": Latents}
+SIZES = {"dit-xl": Sizes(1152, 16)}  # other backbones have the default sizes
 
 
 @dataclass
@@ -260,7 +262,8 @@ def main(
     run = Run(out, where, mode, backend, steps, cap, measured_on(where, commit), console)
     deadline = time.monotonic() + limit
     for name, kind in [(name, kind) for name in names for kind in kinds]:
-        if not measure_sizes(run, name, kind, sizes, SMALL if smoke else Sizes(), deadline):
+        model = SMALL if smoke else SIZES.get(name, Sizes())
+        if not measure_sizes(run, name, kind, sizes, model, deadline):
             console.print(f"stopped after {limit:g} s; finished rows are in {out}")
             break
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

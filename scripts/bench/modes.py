@@ -231,8 +231,9 @@ def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int)
 
 FIRST_CALLS = """
 import sys, time, torch, triton
-from lrpe_md import Grid, cosine, rotate
+from lrpe_md import Grid, cosine, linear_attention, rotate
 x = torch.randn(1, 4, 197, 64, dtype=torch.bfloat16, device="cuda")
+long = torch.randn(1, 4, 1025, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 omega = {"cosine": torch.rand(1, 64, 2, device="cuda"), "rotate": torch.rand(1, 32, 2, device="cuda")}
 torch.cuda.synchronize()
 start = time.perf_counter()
@@ -240,14 +241,22 @@ triton.runtime.driver.active.get_current_target()
 print(time.perf_counter() - start)
 for op in sys.argv[1:]:
     start = time.perf_counter()
-    (cosine if op == "cosine" else rotate)(x, omega=omega[op], positions=Grid((14, 14), prefix=1))
+    kind, _, map = op.rpartition(" ")
+    if kind == "linear":
+        place = {"omega": omega[map], "positions": Grid((32, 32), prefix=1)}
+        linear_attention(long, long, long, map=map, **place).sum().backward()
+    else:
+        (cosine if op == "cosine" else rotate)(x, omega=omega[op], positions=Grid((14, 14), prefix=1))
     torch.cuda.synchronize()
     print(time.perf_counter() - start)
 """
 
 
 def first_calls(*ops: str) -> list[float]:
-    """Return the seconds that Triton's start-up and each operator's first call take with an empty Triton cache."""
+    """Return the seconds that Triton's start-up and each operator's first call take with an empty Triton cache.
+
+    An operator is a map, or "linear" and a map, for linear attention with its backward pass.
+    """
     root = Path(lrpe_md.__file__).parents[1]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as empty:

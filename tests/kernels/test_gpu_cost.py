@@ -182,16 +182,17 @@ def test_the_delta_rule_is_not_far_from_a_sum():
         assert full / plain < most
 
 
-@pytest.mark.parametrize("map", MAPS)
-def test_first_compile_takes_under_two_seconds(map):
-    times = []
+@pytest.mark.parametrize("op", [*MAPS, *(f"linear {map}" for map in MAPS)])
+def test_first_call_takes_a_few_seconds(op):
+    """Maps run a forward pass, and linear attention also runs the backward pass."""
+    most, times = 4 if op.startswith("linear") else 2, []
     for _ in range(3):  # keep the minimum, because the machine may be busy
-        _, seconds = first_calls(map)
+        _, seconds = first_calls(op)
         times.append(seconds)
-        if times[-1] < 2:
+        if times[-1] < most:
             break
-    print(f"{map}: first call {min(times):.2f} s")
-    assert min(times) < 2, times
+    print(f"{op}: first call {min(times):.2f} s")
+    assert min(times) < most, times
 
 
 # --- kernels, copies, synchronisation --------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def test_every_backbone_and_attention_is_a_row(tmp_path):
     rows = read(out)
     assert tuple(rows[0]) == linear_scaling.COLUMNS
     found = [(row["backbone"], row["attention"], row["map"], row["tokens"]) for row in rows]
-    assert found == [(b, *kind, n) for b in ("vit", "video", "dit") for kind in KINDS for n in ("4", "16")]
+    assert found == [(b, *kind, n) for b in ("vit", "video", "dit", "dit-xl") for kind in KINDS for n in ("4", "16")]
     assert not [row for row in rows if row["note"]]
     for row in rows:
         assert float(row["tokens_per_s"]) == pytest.approx(1e3 * int(row["tokens"]) / float(row["ms"]))
@@ -44,6 +44,13 @@ def test_sample_has_the_recorded_number_of_tokens(name):
         model.blocks[0].register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].shape[1]))
         workload.loss(model, *workload.inputs(model, 2, torch.device("cpu"))).backward()
         assert seen[0] - getattr(model, "num_prefix_tokens", 0) == tokens
+
+
+def test_backbones_have_the_documented_widths():
+    heads = {name: linear_scaling.SIZES.get(name, linear_scaling.Sizes()) for name in linear_scaling.BACKBONES}
+    assert {name: each.embed_dim // each.num_heads for name, each in heads.items()} == {
+        "vit": 64, "video": 64, "dit": 64, "dit-xl": 72
+    }  # fmt: skip
 
 
 def test_the_sizes_are_near_squares():
