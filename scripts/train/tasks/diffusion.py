@@ -278,11 +278,12 @@ def batch(config: DiffusionTraining, source: Source, indices: np.ndarray, draws:
 
 
 def patches(config: DiffusionTraining) -> int:
-    """Return the number of patches in a step at the first training size."""
-    side = config.size if config.latents is None else int(next(iter(config.latents["shapes"])))
-    side //= 1 if config.latents is None else config.latents["factor"]
+    """Return the mean number of patches in a step. All training sizes are used equally often."""
+    sizes, by = config.train_sizes, config.patch
+    if config.latents is not None:
+        sizes, by = tuple(map(int, config.latents["shapes"])), by * config.latents["factor"]
     frames = config.frames if config.num_axes == 3 else 1
-    return config.batch * frames * (side // config.patch) ** 2
+    return round(config.batch * frames * sum((size // by) ** 2 for size in sizes) / len(sizes))
 
 
 def loss(config: DiffusionTraining, model: nn.Module, samples: tuple[Any, ...]) -> Tensor:
