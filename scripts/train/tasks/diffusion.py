@@ -164,6 +164,11 @@ class DiffusionTraining(GenerativeTraining):
         choose("--times", [self.times], ("logit-normal", "uniform"))
         choose("--prediction", [self.prediction], ("velocity", "noise", "sample"))
         choose("--sampler", [self.sampler], SAMPLERS)
+        if not can_guide(vars(self)) and self.condition != "none" and self.scale != 1:
+            raise typer.BadParameter(
+                f"--scale: expected 1 with --drop-text 0, because guidance needs a trained empty condition, got "
+                f"{self.scale:g}; pass --scale 1, or a larger --drop-text"
+            )
         check_width("--dim", self.dim, self.heads, 2)
         self._check_sizes()
         self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # checked before text is loaded
@@ -226,6 +231,11 @@ class DiffusionTraining(GenerativeTraining):
     @property
     def sampling(self) -> Sampling:
         return Sampling(self.sampler, self.sample_steps, self.scale, cast(Prediction, self.prediction))
+
+
+def can_guide(settings: dict[str, Any]) -> bool:
+    """Return whether a run with these settings trains the empty condition, or starts from weights that may have."""
+    return settings["drop_text"] > 0 or bool(settings.get("weights"))
 
 
 def size_of(name: str) -> dict[str, int]:
