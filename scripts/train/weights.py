@@ -79,10 +79,7 @@ def start_from(
     found, before = _read(path)
     settings = settings or {}
     digest, grid = digest_of(found), _find_trained_grid(before, found)
-    found, own = (
-        {name: value for name, value in tensors.items() if not name.startswith(EMPTY)}
-        for tensors in (found, model.state_dict())
-    )
+    found, own = (_drop_empty_captions(tensors) for tensors in (found, model.state_dict()))
     in_file = {name: tuple(value.shape) for name, value in found.items()}
     kernel = in_file.get("patch_embed.proj.weight", ())
     is_image = len(kernel) == 4
@@ -135,6 +132,10 @@ def start_from(
                 err=True,
             )
     return digest
+
+
+def _drop_empty_captions(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if not name.startswith(EMPTY)}
 
 
 def _find_trained_grid(before: dict[str, Any], weights: dict[str, Tensor]) -> tuple[int, ...] | None:

@@ -38,7 +38,7 @@ from accelerate import PartialState
 from timm import create_model, list_models
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
-from timm.layers.patch_embed import PatchEmbed
+from timm.layers.hybrid_embed import HybridEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -247,12 +247,12 @@ def find_patch(name: str) -> int:
             model: Any = create_model(name, pretrained=False)
     except RuntimeError as error:  # the pretrained tag is unknown
         raise typer.BadParameter(f"--model {name}: {error}") from error
-    family = ""
+    family, embed = "", getattr(model, "patch_embed", None)
     if type(model) is not VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         family = f"a model of the family {type(model).__module__.rpartition('.')[2]}"
         if getattr(model, "rope", None) is not None:
             family = "a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm.py"
-    elif not isinstance(model.patch_embed, PatchEmbed):  # its patch_size counts features instead of pixels
+    elif isinstance(embed, HybridEmbed):  # its patch_size counts features instead of pixels
         family = "a hybrid model, whose patches come from a convolutional network"
     if family:
         raise typer.BadParameter(
