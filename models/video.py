@@ -223,6 +223,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             keep_encoded=keep_encoded,
         )  # fmt: skip
         self.window = window
+        if space_time == "factorised":
+            _as_grid("space_time='factorised'", self.positions(self.patch_embed.grid_size))
 
     def check_memory(self, memory: Memory) -> None:
         """Check that the model's attention is compatible with a memory.

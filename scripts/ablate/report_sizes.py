@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -358,11 +359,12 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
     means: Any = summarize(shown.groupby("encoding")["value"])["mean"]
     ranking = list(means.sort_values().index)
     attentions = [attention for attention in settings["encodings"] if attention in set(shown.attention)]
-    two = "black", OKABE_ITO["grey"]  # colours that don't stand for encodings
+    # Two kinds of attention get colours that don't stand for encodings.
+    colours = cycle(OKABE_ITO[name] for name in dict.fromkeys(("black", "grey", *OKABE_ITO)))
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.4 * len(ranking)), layout="constrained")
-        offsets = (0.16, -0.16) if len(attentions) > 1 else (0.0,)
-        for offset, colour, attention in zip(offsets, two, attentions, strict=False):
+        offsets = np.linspace(0.16, -0.16, len(attentions)) if len(attentions) > 1 else (0.0,)
+        for offset, colour, attention in zip(offsets, colours, attentions, strict=False):
             part = shown[shown.attention == attention]
             mean = summarize(part.groupby("encoding")["value"])["mean"].reindex(ranking)
             rows = np.arange(len(ranking)) + offset

@@ -255,7 +255,7 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
         return ()
     about = get_optimizer_info(opt.lower().split("_")[-1])
     if not about.has_betas:
-        raise typer.BadParameter(f"--betas {text}: --opt {opt} has no betas; leave out --betas")
+        raise typer.BadParameter(f"--betas {text}: --opt {opt} has no betas; pass --betas=''")
     try:
         betas = tuple(float(part) for part in text.split(","))
     except ValueError:

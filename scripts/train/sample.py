@@ -22,7 +22,7 @@ from .encodings import check_scheme
 from .prompts import Count, Painter, Sheet, sample_images, sample_many
 from .runs import task_of
 from .samplers import SAMPLERS
-from .tasks import lm
+from .tasks import diffusion, lm
 
 TEXT, IMAGES = "lm", "diffusion"
 SAMPLER: Any = typer.Option(help=f"Images: sampler ({', '.join(SAMPLERS)}). (default: heun)")
@@ -164,7 +164,7 @@ def _paint(
     vae, encoder, number, npz = (options.pop(name) for name in ("vae", "encoder", "count", "npz"))
     sheet = Sheet(**{**options, "out": options["out"] or unused_path(run / "sheet.png")})
     painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
-    if not prompts and npz is None:
+    if not prompts and (npz is None or painter.condition["kind"] != "labels"):
         check_unconditional(painter.condition)
     if number is None or npz is None:
         sample_images(run, painter, prompts or [""], seed, sheet)
@@ -189,6 +189,12 @@ def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
     if (given["count"] is None) != (given["npz"] is None):
         raise typer.BadParameter(f"--count, --npz: expected both or neither, got {given['count']} and {given['npz']}")
     is_sheet, condition = given["npz"] is None, settings["condition"]["kind"]
+    scale = OWN[IMAGES]["scale"] if given["scale"] is None else given["scale"]
+    if condition != "none" and scale != 1 and given["negative"] is None and not diffusion.can_guide(settings):
+        raise typer.BadParameter(
+            "--scale: expected 1, because this run was trained with --drop-text 0, so it has no empty condition for "
+            f"guidance, got {scale:g}; pass --scale 1, or --negative"
+        )
     for name, has_effect, reason in (
         ("out", is_sheet, "with --npz, no sheet is written"),
         ("images", is_sheet, "with --npz, --count is the number of images"),

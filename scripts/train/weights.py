@@ -43,6 +43,8 @@ LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
 # Norms after attention. `train` adds them to models with linear layers.
 NORMS = (".attn.norm.", ".image.norm.", ".text.norm.")
 PREFIX = ("cls_token", "reg_token")
+# Features of the empty caption. They are part of the data, and are not trained.
+EMPTY = "text_encoder.empty_"
 SIZES = ("patch", "dim", "depth", "heads", "qk_norm")
 FREE = ("encoding", "attention", "memory")  # model options that may differ, unless they change the weights' names
 # Maps a kind of condition to the name of the condition and how to train with it.
@@ -64,7 +66,8 @@ def start_from(
 
     The head, class and register tokens, and the encoding may differ. The norms of linear attention may be missing.
     Weights of a vision transformer are resampled to the model's sizes. Weights of an image model are inflated for a
-    video model. Weights of a timm model are converted to pixels in [-1, 1].
+    video model. Weights of a timm model are converted to pixels in [-1, 1]. The model keeps its own features of the
+    empty caption, because they come from the same text model as the features of the other captions.
 
     Returns:
         a hash of the weights.
@@ -76,7 +79,8 @@ def start_from(
     found, before = _read(path)
     settings = settings or {}
     digest, grid = digest_of(found), _find_trained_grid(before, found)
-    own, in_file = model.state_dict(), {name: tuple(value.shape) for name, value in found.items()}
+    found, own = (_drop_empty_captions(tensors) for tensors in (found, model.state_dict()))
+    in_file = {name: tuple(value.shape) for name, value in found.items()}
     kernel = in_file.get("patch_embed.proj.weight", ())
     is_image = len(kernel) == 4
     trained_pixels = None if before else _find_other_pixels(settings, found)
@@ -128,6 +132,10 @@ def start_from(
                 err=True,
             )
     return digest
+
+
+def _drop_empty_captions(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if not name.startswith(EMPTY)}
 
 
 def _find_trained_grid(before: dict[str, Any], weights: dict[str, Tensor]) -> tuple[int, ...] | None:

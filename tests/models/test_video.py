@@ -253,6 +253,8 @@ def test_dropping_in_training():
         assert model.eval().forward_features(video()).shape == (2, 17, 96)
     with pytest.raises(ValueError, match="drop_unit: 'token'"):
         build(patch_drop_rate=0.5, space_time="factorised")
+    with pytest.raises(ValueError, match=r"^space_time='factorised': expected an encoding with positions on a grid"):
+        build(encoding="videorope", space_time="factorised")
     with pytest.raises(ValueError, match="keep: dropping single tokens"):
         build(space_time="factorised").forward_features(video(), keep=torch.tensor([0, 1]))
 

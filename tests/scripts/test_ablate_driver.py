@@ -517,6 +517,19 @@ def test_kinds_of_attention_with_one_encoding_share_a_row(tmp_path, monkeypatch)
     assert figures[1].axes[0].get_xlabel() == "frames x height x width\n(dotted: in training)"
 
 
+def test_the_plot_of_digits_shows_all_kinds_of_attention(tmp_path, monkeypatch):
+    kinds, figures = ["softmax", "linear", "linear,softmax"], []
+    results = pd.concat([frame({("rotate", "8x8"): [80.0, 82.0]}).assign(attention=kind) for kind in kinds])
+    config = {"settings": {"task": "digits", "data": ["digits"], "encodings": {kind: ["rotate"] for kind in kinds}}}
+    monkeypatch.setattr(report_sizes, "save", lambda figure, path: figures.append(figure))
+    report_sizes.plot_trained(results, config, tmp_path / "accuracy.png")
+    axis = figures[0].axes[0]
+    labels = [f"{kind} attention, {what}" for kind in kinds for what in ("each seed", "mean")]
+    assert axis.get_legend_handles_labels()[1] == labels
+    lines = axis.lines[::2]  # the others show means
+    assert len({line.get_color() for line in lines}) == len({line.get_ydata()[0] for line in lines}) == 3
+
+
 def test_the_baseline_must_be_trained(images, tmp_path):
     out = tmp_path / "out"
     run = ["run", "image", str(images), "--out", str(out), "--smoke", *TINY, "--attention", "softmax", "--seeds", "1"]

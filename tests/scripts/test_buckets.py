@@ -174,6 +174,7 @@ def test_each_step_has_one_shape_and_all_shapes_come(tmp_path, monkeypatch):
     result = diffusion.run(config(options, tmp_path / "run", steps=30))
     assert set(shapes) == {(6, 10), (8, 8), (10, 6), (8, 16), (12, 12), (16, 8)}
     assert set(result["held_out"]) == {"test_pairs", "8x8", "12x12", "16x16 extrapolated", "16x16 rescaled"}
+    assert result["tokens"] == 4 * (4**2 + 6**2) / 2
     losses = [result["held_out"][name]["loss"] for name in ("16x16 extrapolated", "16x16 rescaled")]
     assert losses[0] != losses[1]
 

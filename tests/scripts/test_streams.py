@@ -563,6 +563,9 @@ def test_unsuitable_models_of_timm(tmp_path):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
     with pytest.raises(typer.BadParameter, match=r"expected a plain timm ViT.*family deit"):
         ImageTraining(data=tmp_path, out=tmp_path, model="deit_tiny_distilled_patch16_224")
+    for name in ("vit_tiny_r_s16_p8_224", "vit_small_resnet26d_224"):  # their patch_size is not in pixels
+        with pytest.raises(typer.BadParameter, match="got a hybrid model, whose patches come from a convolutional"):
+            ImageTraining(data=tmp_path, out=tmp_path, model=name)
     for name in ("vit_small_patch16_rope_mixed_224", "eva02_tiny_patch14_224"):
         message = r"got a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm\.py$"
         with pytest.raises(typer.BadParameter, match=message):

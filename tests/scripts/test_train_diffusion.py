@@ -303,6 +303,13 @@ def test_a_checkpoint_of_another_encoding_or_data_is_refused(folder, tmp_path):
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
 
 
+def test_guidance_needs_dropped_conditions(folder, tmp_path):
+    with pytest.raises(typer.BadParameter, match=r"--scale: expected 1 with --drop-text 0, .*got 3; pass --scale 1"):
+        config(folder, tmp_path, drop_text=0.0)
+    for given in ({"scale": 1.0}, {"condition": "none"}, {"weights": "runs/first"}):
+        config(folder, tmp_path, drop_text=0.0, **given)
+
+
 def test_command_line(folder, tmp_path):
     out = tmp_path / "run"
     command = ["--data", str(folder), "--out", str(out), "--device", "cpu", "--batch", "8"]

@@ -26,6 +26,8 @@ from generative_data import (
     write_text_model,
     write_vae,
 )
+from lrpe_md.models.dit import DiT
+from lrpe_md.models.text import Text, TextFeatures
 from lrpe_md.scripts.train import generation, latents, text_features
 from lrpe_md.scripts.train.checkpoint import read_checkpoint, save_checkpoint
 from lrpe_md.scripts.train.conditions import Captions, EncoderSize, FeatureFolder
@@ -37,6 +39,7 @@ from lrpe_md.scripts.train.generation import Evaluation
 from lrpe_md.scripts.train.tasks import diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining
 from lrpe_md.scripts.train.vae import Decoder, load_vae
+from lrpe_md.scripts.train.weights import start_from
 from parametrizing import slow_except
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -531,6 +534,19 @@ def test_weights_of_another_model_name_the_options(data, by_class, tmp_path, cha
     with pytest.raises(typer.BadParameter, match=f"--weights .*: (the weights were trained with )?{message}"):
         diffusion.run(config(data["labels"], tmp_path / "out", **{"patch": 2, "weights": str(by_class), **changes}))
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_keep_the_empty_caption_of_the_new_features(tmp_path):
+    first, second = (
+        TextFeatures(4, 2, Text(torch.full((1, length, 4), value), None, torch.full((1, 2), value)))
+        for length, value in ((1, 1.0), (2, 2.0))
+    )
+    models = [DiT(depth=1, embed_dim=16, num_heads=1, text_encoder=encoder) for encoder in (first, second)]
+    save_file(models[0].state_dict(), tmp_path / "model.safetensors")
+    start_from(models[1], tmp_path / "model.safetensors")
+    assert second.empty_features.eq(2).all()
+    assert second.empty_pooled.eq(2).all()
+    assert models[1].text_embed.weight.equal(models[0].text_embed.weight)
 
 
 def test_weights_of_another_condition(data, by_class, tmp_path):

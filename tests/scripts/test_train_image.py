@@ -344,6 +344,8 @@ def test_mixed_aspect_ratios_are_cropped_from_the_files(tmp_path, augmented):
     for size, x in found.items():
         expected = load_images(tmp_path, size).test.images[:2]
         assert (x - resized(expected, size)).abs().max() < 0.15, size
+    counts = [height * width // config.patch**2 for height, width in found]
+    assert train_image.patches(config) == config.batch * sum(counts) / 4
 
 
 def test_non_square_sizes_are_suggested_and_mixed(data, tmp_path, capsys):

@@ -18,7 +18,7 @@ from lrpe_md.models.dit import TrainedGrids
 from lrpe_md.models.flow import flow_matching_loss, sample
 from lrpe_md.models.text import tokenize
 from lrpe_md.scripts.train.app import app
-from lrpe_md.scripts.train.checkpoint import FORMAT, digest_of, read_checkpoint
+from lrpe_md.scripts.train.checkpoint import FORMAT, digest_of, read_checkpoint, save_checkpoint
 from lrpe_md.scripts.train.prompts import Painter, Sheet, draw, draw_noise
 from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
@@ -65,6 +65,25 @@ WIDE = {"COLUMNS": "400"}
 
 def invoke(*args):
     return CliRunner().invoke(app, ["sample", *map(str, args)], env=WIDE)
+
+
+def test_captions_need_a_prompt_even_with_npz(run_folder, tmp_path):
+    given = [run_folder, "--count", 2, "--npz", tmp_path / "s.npz", "--steps", 1, "--device", "cpu"]
+    assert "--prompt: expected at least one prompt for a run of" in invoke(*given).output
+    assert not (tmp_path / "s.npz").exists()
+    assert invoke(*given, "--prompt", "").exit_code == 0
+
+
+def test_guidance_needs_a_trained_empty_condition(run_folder, tmp_path):
+    state = read_checkpoint(run_folder / "checkpoint.pt")
+    state["settings"]["drop_text"] = 0.0
+    save_checkpoint(state, tmp_path / "checkpoint.pt", 1)
+    given = [tmp_path, "--prompt", "red tile", "--images", 1, "--steps", 1, "--device", "cpu"]
+    refused = invoke(*given)
+    assert "--scale: expected 1, because this run was trained with --drop-text 0" in refused.output
+    assert "got 3; pass --scale 1, or --negative" in refused.output
+    assert invoke(*given, "--scale", 1).exit_code == 0
+    assert invoke(*given, "--negative", "blue tile").exit_code == 0
 
 
 def test_a_sheet_of_prompts(run_folder, tmp_path):

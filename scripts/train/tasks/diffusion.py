@@ -164,6 +164,11 @@ class DiffusionTraining(GenerativeTraining):
         choose("--times", [self.times], ("logit-normal", "uniform"))
         choose("--prediction", [self.prediction], ("velocity", "noise", "sample"))
         choose("--sampler", [self.sampler], SAMPLERS)
+        if not can_guide(vars(self)) and self.condition != "none" and self.scale != 1:
+            raise typer.BadParameter(
+                f"--scale: expected 1 with --drop-text 0, because guidance needs a trained empty condition, got "
+                f"{self.scale:g}; pass --scale 1, or a larger --drop-text"
+            )
         check_width("--dim", self.dim, self.heads, 2)
         self._check_sizes()
         self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # checked before text is loaded
@@ -228,6 +233,11 @@ class DiffusionTraining(GenerativeTraining):
         return Sampling(self.sampler, self.sample_steps, self.scale, cast(Prediction, self.prediction))
 
 
+def can_guide(settings: dict[str, Any]) -> bool:
+    """Return whether a run with these settings trains the empty condition, or starts from weights that may have."""
+    return settings["drop_text"] > 0 or bool(settings.get("weights"))
+
+
 def size_of(name: str) -> dict[str, int]:
     """Return the options that define a published size."""
     size, _, patch = name.partition("/")
@@ -278,11 +288,12 @@ def batch(config: DiffusionTraining, source: Source, indices: np.ndarray, draws:
 
 
 def patches(config: DiffusionTraining) -> int:
-    """Return the number of patches in a step at the first training size."""
-    side = config.size if config.latents is None else int(next(iter(config.latents["shapes"])))
-    side //= 1 if config.latents is None else config.latents["factor"]
+    """Return the mean number of patches in a step. All training sizes are used equally often."""
+    sizes, by = config.train_sizes, config.patch
+    if config.latents is not None:
+        sizes, by = tuple(map(int, config.latents["shapes"])), by * config.latents["factor"]
     frames = config.frames if config.num_axes == 3 else 1
-    return config.batch * frames * (side // config.patch) ** 2
+    return round(config.batch * frames * sum((size // by) ** 2 for size in sizes) / len(sizes))
 
 
 def loss(config: DiffusionTraining, model: nn.Module, samples: tuple[Any, ...]) -> Tensor:

@@ -38,6 +38,7 @@ from accelerate import PartialState
 from timm import create_model, list_models
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
+from timm.layers.hybrid_embed import HybridEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -246,10 +247,14 @@ def find_patch(name: str) -> int:
             model: Any = create_model(name, pretrained=False)
     except RuntimeError as error:  # the pretrained tag is unknown
         raise typer.BadParameter(f"--model {name}: {error}") from error
+    family, embed = "", getattr(model, "patch_embed", None)
     if type(model) is not VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         family = f"a model of the family {type(model).__module__.rpartition('.')[2]}"
         if getattr(model, "rope", None) is not None:
             family = "a model that already uses RoPE; to fine-tune it, use docs/examples/finetune_timm.py"
+    elif isinstance(embed, HybridEmbed):  # its patch_size counts features instead of pixels
+        family = "a hybrid model, whose patches come from a convolutional network"
+    if family:
         raise typer.BadParameter(
             f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got {family}"
         )
@@ -419,9 +424,9 @@ transform_of = lru_cache(maxsize=None)(build_transform)
 
 
 def patches(config: ImageTraining) -> int:
-    """Return the number of patches in a step."""
-    height, width = config.shape
-    return config.batch * (height // config.patch) * (width // config.patch)
+    """Return the mean number of patches in a step. All training sizes are used equally often."""
+    counts = [(height // config.patch) * (width // config.patch) for height, width in config.train_sizes]
+    return round(config.batch * sum(counts) / len(counts))
 
 
 def loss(
