@@ -153,9 +153,10 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         impl: see :func:`lrpe_md.rotate`.
         verbose: whether to print what was adapted, and what was left unchanged and why.
 
-    If a function looks rotary but can't be replaced, it stays unchanged, and a warning names it. Adapt the model before
-    you call ``torch.compile``. :func:`restore_rotary` undoes the change. If you set new attention processors or
-    functions afterwards, adapt the model again.
+    If a function looks rotary but can't be replaced, it stays unchanged, and a warning names it. This includes a
+    ``forward`` that you or diffusers' hooks set on a module. Adapt the model before you call ``torch.compile``.
+    :func:`restore_rotary` undoes the change. If you set new attention processors or functions afterwards, adapt the
+    model again.
 
     Raises:
         TypeError: if ``model`` is not a model, or no function can be replaced. The error message gives the reason.
@@ -177,6 +178,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
             )
         for path, (cls, attributes) in changes.items():
             part = found[path]
+            if not attributes and "forward" in vars(part) and "forward" in vars(cls):  # may hold the original method
+                refused[f"{path or 'model'}.forward"] = "was set on the object; adapt the model before you set it"
             if attributes and _SAVED not in vars(part):  # several layers may share an object
                 vars(part)[_SAVED] = {name: (ours, vars(part)[name]) for name, ours in attributes.items()}
                 vars(part).update(attributes)

@@ -436,6 +436,42 @@ def test_hooks_that_are_removed_after_adapting(hooked_first):
     assert "_old_forward" not in vars(attention)
 
 
+def add_diffusers_hook(attention):
+    hooks = pytest.importorskip("diffusers.hooks")
+    hooks.HookRegistry.check_if_exists_or_initialize(attention).register_hook(hooks.ModelHook(), "ours")
+
+
+def wrap(attention):
+    original = attention.forward
+    attention.forward = lambda *args, **kwargs: original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [add_diffusers_hook, wrap])
+def test_forward_methods_that_hold_the_original_are_named(change, capsys):
+    """The results are right, but the function around the original method keeps its rotation."""
+    model = tiny("Llama")
+    expected = differentiate(model)
+    change(model.layers[0].self_attn)
+    with pytest.warns(UserWarning, match=r"left these functions unchanged: layers\.0\.self_attn\.forward"):
+        assert_same(differentiate(adapt_rotary(model)), expected)
+    adapt_rotary(model, verbose=True)
+    assert "unchanged: layers.0.self_attn.forward, which was set on the object" in capsys.readouterr().out
+    restore_rotary(model)
+    adapt_rotary(tiny("Llama"), verbose=True)
+    assert "unchanged" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [add_diffusers_hook, wrap])
+def test_restored_below_a_function_that_holds_the_adapted_method(change):
+    model = tiny("Qwen3")
+    expected = differentiate(model)
+    adapt_rotary(model)
+    change(model.layers[0].self_attn)
+    assert_same(differentiate(model), expected)
+    found = differentiate(restore_rotary(model))
+    assert torch.equal(found[0], expected[0])
+
+
 class Scale(NamedTuple):
     by: float
 
