@@ -291,6 +291,7 @@ class Grid(Rules):
                     f"axis {axis}, got {own.dtype} {tuple(own.shape)}"
                 )
         device = next((own.device for own in places.values()), torch.device("cpu"))
+        places = {axis: own for axis, own in places.items() if own.shape[0] > 0}  # an empty axis has no grid tokens
         coords, rotated = self._table(device, torch.float64)
         index, _ = grid_coordinates(
             self.num_tokens, self.shape, self.prefix, self.start, None, self.origin, device=device,

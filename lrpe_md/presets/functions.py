@@ -172,8 +172,7 @@ def scaled(shape: Shape, scale: Sequence[float] = (1, 1, 1)) -> Grid:
 def whole_seconds(shape: Shape, interval: float = 1, rate: float = 25) -> Grid | Coordinates:
     """Place frame i at t = ⌊i · interval · rate⌋, with ``interval`` in seconds and ``rate`` in positions per second."""
     grid = video(shape).rescale((interval * rate, 1, 1))
-    # Without the offset, rounding could place 25 · 1.16 · 13 = 377 just below 377.
-    return grid if float(interval * rate).is_integer() else grid.offset((1e-9, 0, 0)).floor()
+    return grid if float(interval * rate).is_integer() else grid.floor()
 
 
 def diagonal(shape: Shape, stride: float = 2) -> Coordinates:

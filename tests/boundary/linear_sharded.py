@@ -347,6 +347,8 @@ def linear_a_rank_without_tokens(mesh, impl):
     tensors = {name: t for name, t in inputs(mesh, q_tokens=1, k_tokens=1).items() if name in QKV}
     for options in ({}, {"is_causal": True}):
         same(mesh, tensors, dict.fromkeys(QKV, TOKENS), map=None, **options)
+    q, k, v = (distribute_tensor(tensors[name][:, :, :0], mesh, [TOKENS]) for name in QKV)
+    assert linear_attention(q, k, v, map=None, positions=Grid((0, 3)), block=3).shape == (2, 4, 0, 6)
 
 
 def have_second_derivatives(mesh):

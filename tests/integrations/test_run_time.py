@@ -724,6 +724,12 @@ def test_times_of_a_stream():
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("origin", [None, torch.tensor([1, 0])])
+def test_places_of_an_empty_axis(origin):
+    table = Grid((0, 3), prefix=2, origin=origin).along({0: torch.zeros(0)})
+    assert table == Coordinates(torch.zeros(0, 2, dtype=torch.float64), prefix=2)
+
+
 def test_errors():
     with pytest.raises(TypeError, match=r"model: expected an nn.Module or a diffusers pipeline, got str"):
         set_scaling("pipe", None)

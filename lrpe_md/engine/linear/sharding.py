@@ -330,7 +330,7 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
             "positions: expected a Grid with block= and sharded tokens, because every rank must know the prefix and "
             "suffix, got Coordinates"
         )
-    layout, step = call.q_layout, -(-num_tokens // num_ranks)
+    layout, step = call.q_layout, max(1, -(-num_tokens // num_ranks))
     for begin in range(0, num_tokens, step):
         part = layout._replace(num_tokens=min(step, num_tokens - begin), start=layout.start + begin)
         check_edges(part, layout.start + num_tokens, call.attention.block)
