@@ -5,6 +5,7 @@ A process can only do one of the two.
 """
 
 import gc
+import math
 import os
 import threading
 from collections import defaultdict
@@ -118,6 +119,19 @@ def count_launches():
     operator.call_cache.clear()
     known = operator.call_cache.values
     return lambda: [launch for call in known() for key, launch in call.launches.items() if key != "forward"]
+
+
+@pytest.fixture
+def unplaced(monkeypatch):
+    """Draw figures without placing their panels, which takes most of the time. Titles are not broken into lines."""
+    pytest.importorskip("matplotlib")
+    from lrpe_md.picture import figure
+
+    def fit_texts(figure, blocks, *texts, **options):
+        for panel in {panel for block in blocks for row in block.rows for panel in row if panel}:
+            panel.fit_text(math.inf)
+
+    monkeypatch.setattr(figure, "lay_out_panels", fit_texts)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Measure the structure of a checkout with ``python tests/structure_limits.py [ROOT]``.
 
-It reads the files of ``lrpe_md``, ``models`` and ``scripts``. In a separate process, it also runs calls in Triton's
-interpreter. test_structure.py compares the measurements with limits.
+It reads the files of ``lrpe_md``, ``models`` and ``scripts``, and runs calls in Triton's interpreter.
+test_structure.py compares the measurements with limits.
 
 - kernel arguments: the number of arguments of ``lrpe_kernel``.
 - arguments of another GPU function: the largest number of arguments of the other GPU functions, which are decorated
@@ -23,7 +23,6 @@ from __future__ import annotations
 import ast
 import io
 import os
-import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 FOLDERS = ("lrpe_md", "models", "scripts")
 KERNEL = "lrpe_kernel"
@@ -119,9 +119,23 @@ class Module:
         return len(found)
 
 
+def child_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements, handlers and cases directly inside a node."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            yield child
+
+
+def walk_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and the statements in it at any depth, but no expressions."""
+    yield node
+    for child in child_statements(node):
+        yield from walk_statements(child)
+
+
 def places(tree: ast.AST, inside: str = "", in_class: bool = False) -> Iterator[Place]:
     """Yield all functions in a syntax tree."""
-    for node in ast.iter_child_nodes(tree):
+    for node in child_statements(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield Place(inside + node.name, node, in_class)
             yield from places(node, f"{inside}{node.name}.")
@@ -187,8 +201,12 @@ class Checkout:
         }
 
     def long_functions(self, most: int = MOST_LINES) -> dict[str, int]:
-        counted = {name: module.lines(place.node) for name, module, place in self.functions if place.name != KERNEL}
-        return {name: number for name, number in counted.items() if number > most}
+        found = {
+            name: module.lines(place.node)
+            for name, module, place in self.functions
+            if place.name != KERNEL and (place.node.end_lineno or 0) - place.node.lineno >= most
+        }
+        return {name: number for name, number in found.items() if number > most}
 
     # --- imports
 
@@ -203,7 +221,7 @@ class Checkout:
         if module.name in self.imported:
             return self.imported[module.name]
         found = self.imported[module.name] = {}
-        for node in ast.walk(module.tree):
+        for node in walk_statements(module.tree):
             if isinstance(node, ast.ImportFrom):
                 base = module.package[: len(module.package) - node.level + 1] if node.level else ()
                 base = (*base, *(node.module or "").split(".")) if node.module else base
@@ -251,12 +269,7 @@ class Checkout:
     @cached_property
     def files_of_calls(self) -> dict[str, list[str]]:
         """Return the files that each kind of call enters, in order."""
-        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(self.root)}
-        command = [sys.executable, __file__, "--trace", str(self.root)]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=self.root, timeout=300)
-        if done.returncode:
-            raise RuntimeError(f"{self.root}: a call of cosine failed:\n{done.stderr[-2000:]}")
-        return ast.literal_eval(done.stdout.splitlines()[-1])
+        return trace(self.root)
 
 
 def called(function: ast.expr, module: str, bound: dict[str, str]) -> str:
@@ -292,17 +305,23 @@ class IdleKernel:
 
 def trace(root: Path) -> dict[str, list[str]]:
     """Return the files of lrpe_md that calls enter. The process must use Triton's interpreter."""
+    from lrpe_md.engine import kernels
+    from lrpe_md.engine.core.operator import call_cache
+
+    # Triton 3.6 can't interpret these with every version of NumPy
+    idle = {name: IdleKernel() for name in kernels.__all__ if name.startswith("linear")}
+    with mock.patch.multiple(kernels, **idle):
+        call_cache.clear()  # so that the first call is validated
+        return trace_calls(root / "lrpe_md")
+
+
+def trace_calls(package: Path) -> dict[str, list[str]]:
     import torch
 
     import lrpe_md
     from lrpe_md import CosineMd, Grid, cosine, linear_attention, rotate
-    from lrpe_md.engine import kernels
 
-    for name in kernels.__all__:  # Triton 3.6 can't interpret these with every version of NumPy
-        if name.startswith("linear"):
-            setattr(kernels, name, IdleKernel())
-    package = root / "lrpe_md"
-    assert Path(lrpe_md.__file__).parent == package, f"{lrpe_md.__file__} is not of {root}"
+    assert Path(lrpe_md.__file__).parent == package, f"{lrpe_md.__file__} is not in {package}"
     x, grid = torch.randn(1, 2, 12, 8), Grid((3, 4))
     omega = torch.rand(1, 8, 2)
     learned = omega.clone().requires_grad_()
@@ -388,11 +407,10 @@ def report(root: Path) -> None:
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["--trace"]:
-        print(trace(Path(arguments[1])))
-        return
-    report(Path(arguments[0]).resolve() if arguments else Path(__file__).resolve().parents[1])
+    root = Path(sys.argv[1]).resolve() if sys.argv[1:] else Path(__file__).resolve().parents[1]
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(root))
+    report(root)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from ..checks import plural
 from ..presets.registry import SCHEMES
 from . import data
 from .data import Subject, TokenLayout
-from .layout import MARGIN, PLOT_HEIGHT, Block, Panel, bold, fill_lines, lay_out_panels, split_name
+from .layout import MARGIN, PLOT_HEIGHT, Block, Panel, bold, fill_lines, lay_out_panels, make_figure, split_name
 
 WIDTH = 11.0  # inches
 STYLE: Any = {
@@ -204,7 +204,7 @@ def draw(view: View, names: Sequence[str] = (), width: float | None = None) -> F
     """
     panels, width = choose_panels([view], names), WIDTH if width is None else width
     with rc_context(_style(width)):
-        figure = Figure(figsize=(width, 4.0))
+        figure = make_figure(width)
         draw_blocks = _draw_sequence if len(view.layout.shape) == 1 else _draw_grid
         blocks = draw_blocks(figure, view, panels, _count_columns(width))
         lay_out_panels(figure, blocks, *(() if names else (_header(figure, view), _foot(figure))))
@@ -219,7 +219,7 @@ def draw_comparison(views: Sequence[View], names: Sequence[str] = (), width: flo
     """
     panels, width = choose_panels(views, names, is_comparison=True), WIDTH if width is None else width
     with rc_context(_style(width)):
-        figure = Figure(figsize=(width, 4.0))
+        figure = make_figure(width)
         # Slices share the scale of the maps, if there are any.
         lowest = lowest_similarity(views, 1) if "similarity" in panels else _lowest_slice(views)
         is_same_size = len({view.subject.preset.head_dim for view in views}) == 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from matplotlib import rcParams
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 MARGIN = 0.07  # between texts, and at the edges of the figure
@@ -61,7 +62,7 @@ class Panel:
         above = _add_legend(self.axis, self.handles, space, self.offset) if self.handles else self.offset
         names = fill_lines(split_name(self.name), title, space, draw=bold)
         titles = fill_lines(self.title.split(" "), title, space)
-        self.axis.set_title("\n".join(filter(None, [names, titles])), pad=4 + 72 * above)
+        self.axis.set_title("\n".join(filter(None, [names, titles])), pad=4 + 72 * above, y=1.0)
         label.set_text(fill_lines(label.get_text().split(), label, space))
 
 
@@ -143,6 +144,13 @@ class Block:
         return found
 
 
+def make_figure(width: float) -> Figure:
+    """Create a figure of this width, whose canvas reuses measurements of texts."""
+    figure = Figure(figsize=(width, 4.0))
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def lay_out_panels(figure: Figure, blocks: Sequence[Block], header: Any = None, foot: Any = None) -> None:
     """Set the height of a figure, and place the header, the blocks below each other, and the footnote."""
     width = figure.get_figwidth()
@@ -214,6 +222,10 @@ def fill_lines(words: Sequence[str], text: Any, width: float, separator: str = "
     def fits(line: str, width: float) -> bool:
         text.set_text(draw(line).replace("\xa0", " "))
         return _find_extent(text)[0] <= width
+
+    whole = separator.join(words)
+    if fits(whole, width):
+        return draw(whole).replace("\xa0", " ")
 
     def split(word: str) -> list[str]:
         if "\xa0" in word and not fits(word, width):

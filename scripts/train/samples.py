@@ -69,20 +69,27 @@ def _short(caption: str, length: int = 28) -> str:
 
 
 def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:
-    """Save columns of images (N, H, W, 3) as a PNG with one row per caption."""
-    shape, dpi = (len(captions), len(columns)), 150
-    height, width = np.max([images.shape[1:3] for images in columns.values()], axis=0)
-    inches = max(1.4, max(height, width) / dpi)  # large enough to show every pixel
-    side = inches * np.array([height, width]) / max(height, width)
-    figure, axes = plt.subplots(*shape, figsize=(side[1] * shape[1] + 1.6, side[0] * shape[0] + 0.3), squeeze=False)
-    for j, (name, images) in enumerate(columns.items()):
-        axes[0, j].set_title(name, fontsize=7)
+    """Save columns of images (N, H, W, 3) as a PNG with one row per caption, in which every pixel is visible."""
+    dpi, gap = 150, 9
+    largest = np.max([images.shape[1:3] for images in columns.values()], axis=0)
+    cell = np.ceil(largest * max(210 / largest.max(), 1.0)).astype(int)
+    step = cell + gap
+    # Matplotlib takes milliseconds for each axes and each image, so it draws a single picture of all images.
+    sheet = Image.new("RGB", (len(columns) * step[1] - gap, len(captions) * step[0] - gap), "white")
+    for j, images in enumerate(columns.values()):
+        height, width = (np.array(images.shape[1:3]) * (cell / images.shape[1:3]).min()).astype(int)
         for i, image in enumerate(images):
-            _show(axes[i, j], image)
-    for i, caption in enumerate(captions):
-        axes[i, 0].set_ylabel(_short(caption), fontsize=7, rotation=0, ha="right", va="center")
-    figure.tight_layout(pad=0.3)
-    figure.savefig(path, dpi=dpi, format="png", bbox_inches="tight")  # captions extend beyond the figure
+            top, left = step * (i, j) + (cell - (height, width)) // 2
+            sheet.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST), (left, top))
+    figure = plt.figure(figsize=(sheet.width / dpi, sheet.height / dpi), dpi=dpi)
+    axis = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axis.imshow(sheet, interpolation="nearest")
+    axis.set_xticks(step[1] * np.arange(len(columns)) + cell[1] / 2, list(columns), fontsize=7)
+    axis.set_yticks(step[0] * np.arange(len(captions)) + cell[0] / 2, list(map(_short, captions)), fontsize=7)
+    axis.tick_params(length=0, labelbottom=False, labeltop=True)
+    axis.spines[:].set_visible(False)
+    # Captions are outside of the figure. With "tight", savefig would draw it twice.
+    figure.savefig(path, format="png", bbox_inches=figure.get_tightbbox().padded(0.1))
     plt.close(figure)
 
 

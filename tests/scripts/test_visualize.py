@@ -73,6 +73,7 @@ def test_each_preset_has_a_figure_with_named_axes(name: str):
 
 
 @pytest.mark.parametrize("name", ["dinov3", "pope", "qwen2_vl_vision", "wan"])
+@pytest.mark.usefixtures("unplaced")
 def test_show_draws_the_same_panels(name: str):
     """lrpe_md.show and the command draw the same axes, images and lines, in the same order."""
     drawn = visualize.draw(visualize.build_view(data.published(name))), lrpe_md.show(name)
@@ -88,6 +89,7 @@ def test_show_draws_the_same_panels(name: str):
     assert drawn[0].get_suptitle() == drawn[1].get_suptitle()
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_compared_panels_share_a_scale():
     figure = visualize.draw(tiny("pixtral"))
     images = [a.images[0] for a in figure.axes if a.images and a.get_title()]
@@ -118,6 +120,7 @@ def similarity_limits(figure: Any) -> set[tuple[float, ...]]:
     return images | {(round((21 * low + high) / 22, 6), round((low + 21 * high) / 22, 6)) for low, high in plots}
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_only_compared_encodings_share_a_scale():
     alone = [similarity_limits(lrpe_md.show(name, (4, 6))) for name in ("wan", "rope_vit_mixed")]
     assert all(len(limits) == 1 for limits in alone)
@@ -126,6 +129,7 @@ def test_only_compared_encodings_share_a_scale():
     assert compared == {min(*alone[0], *alone[1])}
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
     """The command and lrpe_md.show draw the same figure, on one scale."""
     names = ["wan", "dinov3", "pope"]
@@ -159,6 +163,7 @@ def bold_titles(encodings):
     return [title.splitlines()[0] for title in titles if title.startswith("$")]
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_a_comparison_takes_titles():
     encodings = {f"base {base}": lrpe_md.RotateMd(16, 2, base=base) for base in (10, 100)}
     assert bold_titles(encodings) == [r"$\mathbf{base\ 10}$", r"$\mathbf{base\ 100}$"]
@@ -179,6 +184,7 @@ def test_a_title_is_as_long_as_its_formulas_look():
     assert figure.axes[0].get_title().splitlines()[0].endswith(r"$\theta=100$")
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_titles_may_contain_any_character():
     """Unless they are escaped, mathtext rejects or changes some characters."""
     printable = "".join(map(chr, range(32, 127)))
@@ -190,6 +196,7 @@ def test_titles_may_contain_any_character():
     assert bold_titles({"a^{b}": lrpe_md.RotateMd(16, 2)}) == [r"$\mathbf{a\text{\^}\text{\{}b\text{\}}}$"]
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_compared_wavelengths_share_a_scale():
     def limits(*names: str) -> list[tuple[float, float]]:
         axes = lrpe_md.show(list(names), (14, 14)).axes
@@ -200,6 +207,7 @@ def test_compared_wavelengths_share_a_scale():
     assert both[0] == both[1] == (min(one[0], other[0]), pytest.approx(max(one[1], other[1]), rel=0.2))
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_a_comparison_states_the_head_dim_only_if_rows_differ():
     def titles(**options: Any) -> str:
         return "\n".join(axis.get_title() for axis in lrpe_md.show(["rope_1d", "pope"], **options).axes)
@@ -209,6 +217,7 @@ def test_a_comparison_states_the_head_dim_only_if_rows_differ():
     assert "head_dim" not in titles(head_dim=64)
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_a_comparison_of_sequences_has_no_slices():
     titles = [axis.get_title() for axis in lrpe_md.show(["rope_1d", "pope"]).axes]
     assert len(titles) == 4
@@ -255,6 +264,7 @@ def test_labels_of_plots_side_by_side_break_into_the_same_lines():
     assert [axis.get_xlabel() for axis in figure.axes] == ["distance from the\nmarked token, tokens"] * 2
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_a_comparison_names_the_head():
     encodings = [lrpe_md.RotateMd(16, 2, frequencies="mixed", num_heads=3), lrpe_md.RotateMd(16, 2)]
     titles = [axis.get_title() for axis in lrpe_md.show(encodings, (4, 6)).axes if "RotateMd" in axis.get_title()]
@@ -262,6 +272,7 @@ def test_a_comparison_names_the_head():
     assert titles[1].endswith(", grid 4×6")
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_the_ring_is_complete_at_the_border():
     figure = lrpe_md.show(["dinov3"], (4, 6), token=(0, 0))
     [ring] = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
@@ -278,6 +289,7 @@ def test_distances_in_slices_do_not_overlap():
     assert all(left.x1 + gap < right.x0 for left, right in itertools.pairwise(boxes))
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_a_model_is_drawn_with_its_encoding():
     encoding = lrpe_md.RotateMd(16, 2)
     model = torch.nn.Module()
@@ -290,6 +302,7 @@ def test_a_model_is_drawn_with_its_encoding():
         assert bold_titles(layers) == [r"$\mathbf{layer\ 0}$", r"$\mathbf{layer\ 1}$"]
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_a_model_is_drawn_with_its_reference():
     model = torch.nn.Module()
     model.encoding = lrpe_md.RotateMd(16, 2)
@@ -305,6 +318,7 @@ def test_a_model_is_drawn_with_its_reference():
     assert "positions rescaled to –×4×3" in lrpe_md.show(model, (8, 6)).get_suptitle()
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_titles_state_what_is_left_out_of_a_module():
     for module, expected in (
         (lrpe_md.CosineMd(16, 1, phase=True), "phase set to 0"),
@@ -314,6 +328,7 @@ def test_titles_state_what_is_left_out_of_a_module():
         assert lrpe_md.show(module, (8,)).get_suptitle().endswith(f"   ·   {expected}")
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_a_model_is_drawn_with_its_rules_for_text_and_time():
     sizes: Any = {"embed_dim": 32, "depth": 1, "num_heads": 2}
     model = DiT(
@@ -331,6 +346,7 @@ def test_a_model_is_drawn_with_its_rules_for_text_and_time():
     assert axis.lines[0].get_ydata() == pytest.approx([1, 1, 1])
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_models_are_compared():
     model = torch.nn.Module()
     model.encoding, model.reference = lrpe_md.RotateMd(16, 2), (4, 6)
@@ -386,6 +402,7 @@ def test_figures_need_a_folder(tmp_path: Path):
     assert "can't be written (Not a directory); choose another folder" in result.output
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_show_takes_the_options_of_the_command():
     drawn = visualize.draw(
         visualize.build_view(data.published("eva02"), shape="4x6", text=2, token="1x4", channels=[3, 9])
@@ -416,6 +433,7 @@ def test_show_takes_the_options_of_the_command():
         lrpe_md.show({"eva": "eva02"}, (4, 6), channels=[3])
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_an_axis_that_the_grid_does_not_follow_is_explained():
     figure = visualize.draw(tiny("wan", (4, 6)))
     axes = {a.get_title(): a for a in figure.axes}
@@ -430,6 +448,7 @@ def test_ticks_of_channels_are_whole_numbers():
     assert all(float(tick).is_integer() for tick in waves.get_xticks())
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_sizes_are_those_of_the_grid():
     """All axes of Circle-RoPE change along T, H and W."""
     for name, wanted in (
@@ -442,6 +461,7 @@ def test_sizes_are_those_of_the_grid():
         assert [text.get_text() for text in axis.get_legend().get_texts()] == wanted
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_unrotated_and_aliased_channels_are_marked():
     subject = visualize.custom("axial", 2, head_dim=12)
 
@@ -536,6 +556,7 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
     ("rotate", None), ("rotate", 1.5), ("rotate", torch.tensor([0.5, 1.0, 2.0])), ("cosine", None), ("preset", 1.0),
     ("preset", 1.5),
 ])  # fmt: skip
+@pytest.mark.usefixtures("unplaced")
 def test_similarity_counts_unrotated_channels_and_amplitudes(name: str, amplitude: Any):
     """Compare the figure of a module with q·k of the module, for text and a grid."""
     from lrpe_md import CosineMd, PresetMd, RotateMd
@@ -781,6 +802,7 @@ def test_base_is_shown_only_if_there_is_one():
     assert data.published("qwen3_vl", base=50.0).is_base_used
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_a_base_that_the_series_ignores_is_not_shown():
     def linear(num: int, base: float, heads: int) -> Tensor:
         return torch.linspace(0.1, 1, num)
@@ -792,6 +814,7 @@ def test_a_base_that_the_series_ignores_is_not_shown():
     assert ["base 10,000" in header for header in headers] == [False, True]
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_only_the_base_of_the_model_is_published():
     for base, label in ((None, "published"), (10_000.0, "published"), (50.0, "as defined")):
         view = visualize.build_view(data.published("wan", base=base), shape="3x4")
@@ -842,6 +865,7 @@ def test_one_picture_per_preset(arguments: list[str], names: list[str] | None, t
     (["--shape", "4x6"], {"pope"}), (["--panel", "slices"], {"pope"}), (["--text", "2", "--panel", "angles"], {"wan"}),
     (["--head-dim", "6", "--panel", "angles"], {"dinov3"}),
 ])  # fmt: skip
+@pytest.mark.usefixtures("unplaced")
 def test_all_skips_presets_that_do_not_fit(arguments, skipped, tmp_path: Path, monkeypatch):
     presets = {"pope", "dinov3", "wan"}
     monkeypatch.setattr(visualize, "list_presets", lambda: sorted(presets))
@@ -935,6 +959,7 @@ def test_a_grid_function_that_fits_no_shape(tmp_path: Path):
     assert result.exit_code == 2, result.output
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_frequencies_for_one_map_only():
     """The function returns float32 for 32 pairs, and fails for the 64 channels of the other map."""
 
@@ -950,6 +975,7 @@ def test_frequencies_for_one_map_only():
     assert "base" not in figure.get_suptitle()
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_the_header_names_the_options_of_the_positions():
     assert "grid 2×4×6   ·   fps 12" in lrpe_md.show("cosmos", (2, 4, 6), fps=12).get_suptitle()
     assert "positions rescaled" not in visualize.draw(tiny("wan")).get_suptitle()
@@ -963,6 +989,9 @@ def test_the_header_names_the_options_of_the_positions():
     assert "scaled" not in lrpe_md.show("eva02", (4, 6), reference=(None, None)).get_suptitle()
     assert "positions rescaled to –×8×12" in visualize.draw(tiny("wan", (4, 6), reference="8x12")).get_suptitle()
     assert "positions rescaled to 3×–×–" in visualize.draw(tiny("cogvideox", reference="3x9x14")).get_suptitle()
+
+
+def test_titles_of_a_comparison_state_the_reference():
     title = lrpe_md.show(["rope_vit_axial"], (4, 6), reference=16).axes[0].get_title()
     assert title.endswith(",\ngrid 4×6, positions rescaled to 16×16")
 

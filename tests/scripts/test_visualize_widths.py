@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from lrpe_md.scripts.visualize.app import app
+from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 from parametrizing import slow_except
 from typer.testing import CliRunner
 
@@ -64,8 +64,8 @@ def drawn_texts(figure: Any) -> list[tuple[Text, Any]]:
 
 
 def overlap(a: Any, b: Any) -> bool:
-    common = Bbox.intersection(a, b)
-    return common is not None and min(common.width, common.height) > 1
+    (left, bottom, right, top), (x0, y0, x1, y1) = a.extents.tolist(), b.extents.tolist()
+    return min(right, x1) - max(left, x0) > 1 and min(top, y1) - max(bottom, y0) > 1
 
 
 def find_problems(figure: Any) -> list[Any]:
@@ -175,9 +175,8 @@ def test_colour_bars_are_narrow(width: float):
 
 def count_columns(encoding: Any, **options: Any) -> int:
     """Return the number of panels in the widest row."""
-    figure = lrpe_md.show(encoding, **options)
-    figure.draw_without_rendering()
-    tops = [round(axis.bbox.y1) for axis in figure.axes if not is_bar(axis) and axis.axison]
+    axes = [axis for axis in lrpe_md.show(encoding, **options).axes if not is_bar(axis)]
+    tops = [round(axis.get_position(original=True).y1, 3) for axis in axes]
     return max(map(tops.count, tops))
 
 
@@ -187,6 +186,15 @@ def test_narrow_figures_have_fewer_columns():
     assert [count_columns("wan", width=w, panels=["angles"]) for w in (5.5, 7, 11)] == [1, 1, 2]
     assert [count_columns(FOUR, width=w, panels=["similarity"]) for w in (3.25, 5.5, 11)] == [1, 2, 4]
     assert [count_columns(FOUR, width=w, panels=["slices", "wavelengths"]) for w in (3.25, 5.5)] == [1, 2]
+
+
+def test_texts_are_measured_with_few_renderers(monkeypatch: pytest.MonkeyPatch):
+    """Each renderer measures all texts again, so a figure needs one for each size that it has during its layout."""
+    made: list[Any] = []
+    create = RendererAgg.__init__
+    monkeypatch.setattr(RendererAgg, "__init__", lambda self, *size: (made.append(size), create(self, *size))[1])
+    lrpe_md.show("dinov3", (4, 6))
+    assert 0 < len(made) == len(set(made)) <= 3
 
 
 def test_invalid_widths_and_panels():

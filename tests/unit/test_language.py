@@ -2,9 +2,11 @@
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structure_limits import walk_statements
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("lrpe_md", "models", "scripts", "tests")
@@ -13,27 +15,34 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+def list_docstrings(source: str) -> list[tuple[int, str]]:
+    """Return the line and the text of each docstring."""
+    nodes = [node for node in walk_statements(ast.parse(source)) if isinstance(node, DOCUMENTED)]
+    return [(node.body[0].lineno, text) for node in nodes if (text := ast.get_docstring(node))]
+
+
 def find_bad_starts(source: str) -> list[str]:
     """Return "line: first line" of each docstring with a bad start."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, DOCUMENTED):
-            docstring = ast.get_docstring(node)
-            if docstring and BAD_START.match(docstring):
-                found.append(f"{node.body[0].lineno}: {docstring.splitlines()[0]}")
-    return found
+    found = list_docstrings(source)
+    return [f"{number}: {text.splitlines()[0]}" for number, text in found if BAD_START.match(text)]
 
 
 def find_joined_rows(source: str) -> list[str]:
     """Return the lines of docstrings that join the rows of a table."""
-    docstrings = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED)]
-    lines = [line.strip() for docstring in docstrings if docstring for line in docstring.splitlines()]
+    if "| ---" not in source:
+        return []
+    lines = [line.strip() for _, text in list_docstrings(source) for line in text.splitlines()]
     return [line for line in lines if re.search(r"\| -{3,} \|", line) and not re.fullmatch(r"[|\s-]*-[|\s-]*", line)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_tables_have_a_row_per_line(path):
-    assert not find_joined_rows(path.read_text(encoding="utf-8"))
+def search_files(search: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """Return what a function finds in the source of each file."""
+    found = {path.relative_to(ROOT).as_posix(): search(path.read_text(encoding="utf-8")) for path in FILES}
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def test_tables_have_a_row_per_line():
+    assert not search_files(find_joined_rows)
 
 
 def test_joined_rows_are_found():
@@ -41,9 +50,8 @@ def test_joined_rows_are_found():
     assert not find_joined_rows('"""\n| a | b |\n| --- | --- |\n| 1 | 2 |\n"""')
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_docstrings_start_with_a_verb_or_noun(path):
-    assert not find_bad_starts(path.read_text(encoding="utf-8"))
+def test_docstrings_start_with_a_verb_or_noun():
+    assert not search_files(find_bad_starts)
 
 
 @pytest.mark.parametrize("start", ["Of", "What", "Where", "Those", "How", "The way", "Whose", "Which"])

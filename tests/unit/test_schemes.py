@@ -410,6 +410,7 @@ def test_errors_of_a_grid_function_are_not_blamed_on_the_shape():
         last.positions(1, (3,))
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_drawing_a_custom_preset(tmp_path):
     pytest.importorskip("matplotlib")
     lrpe_md.show(OWN, (3, 5), tmp_path / "own.png", head_dim=8)
@@ -437,6 +438,7 @@ def test_drawing_a_custom_preset(tmp_path):
         lrpe_md.show(OWN, (1, 1))
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_only_what_a_name_describes_is_compared_with_other_maps():
     pytest.importorskip("matplotlib")
     maps = [t for t in panels(lrpe_md.show("dinov3", (3, 5))) if t.startswith(("rotate", "cosine"))]
@@ -445,6 +447,7 @@ def test_only_what_a_name_describes_is_compared_with_other_maps():
     assert maps == ["rotate"]
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_the_default_shape_is_one_that_the_scheme_accepts():
     pytest.importorskip("matplotlib")
 
@@ -469,6 +472,7 @@ def test_the_default_shape_is_one_that_the_scheme_accepts():
         (lambda: lrpe_md.RotateMd(32, 2, num_heads=2, frequencies="mixed").get_omega().float(), ["omega", "16 pairs"]),
     ],
 )
+@pytest.mark.usefixtures("unplaced")
 def test_drawing_a_module_or_tensor(make, parts):
     pytest.importorskip("matplotlib")
     encoding = make()
@@ -483,6 +487,7 @@ def test_drawing_a_module_or_tensor(make, parts):
         assert line.get_ydata() == pytest.approx((2 * math.pi / drawn[drawn > 0]).tolist())
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_drawing_a_module_with_moved_positions():
     pytest.importorskip("matplotlib")
     module = lrpe_md.RotateMd(32, 2)
@@ -510,6 +515,7 @@ def test_drawing_other_objects():
         preset(torch.ones(1, 4, 2))
 
 
+@pytest.mark.usefixtures("unplaced")
 def test_drawing_float32_frequencies():
     pytest.importorskip("matplotlib")
     own = Scheme("doc", 16, Dense(2, lambda *sizes: dense(*sizes).float(), 10.0))
