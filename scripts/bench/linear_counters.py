@@ -47,7 +47,7 @@ METRICS = {
     for names in STALLS.values()
     for name in names
 }
-KEY = ("workload", "map", "pass")
+KEY: tuple[str, ...] = ("workload", "map", "pass")
 COLUMNS = (*KEY, "kernel", *METRICS, "gpu", "versions", "commit")
 MARK = "elementwise_kernel_with_index"  # torch.arange launches it before each pass
 KERNELS = f"regex:^(linear_.*|.*{MARK}.*)$"
