@@ -7,6 +7,7 @@ A process can only do one of the two.
 import gc
 import math
 import os
+import sys
 import threading
 from collections import defaultdict
 
@@ -99,6 +100,21 @@ def quick_interpreter():
             from interpreting import quicken
 
             quicken(patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_meta_models():
+    """Leave out timm's initialisation of weights on the meta device, which takes most of the time of building a model.
+
+    Training programs build models there to check their options.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "timm" in sys.modules:
+            from timm.layers import weight_init
+
+            fill = weight_init._trunc_normal_
+            patch.setattr(weight_init, "_trunc_normal_", lambda t, *args: t if t.is_meta else fill(t, *args))
         yield
 
 
