@@ -5,6 +5,9 @@ READY := .venv/.installed
 OLDEST := .venv-oldest/bin/python
 GALLERY := scripts/results/gallery
 
+# Workers and subprocesses of tests would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo ablate gallery results docs serve lint types unit slow oldest test test-all dist clean
 
 help:  ## show this list
@@ -49,10 +52,10 @@ types: $(READY)  ## run pyright
 	$(BIN)/pyright
 
 unit: $(READY)  ## run the tests that are not marked slow (ARGS="-k cosine")
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 slow: $(READY)  ## run the tests marked slow: compilers for GPUs, several processes, complete training runs
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not gpu" $(ARGS)
 
 oldest:  ## run the tests of the library with the oldest supported torch, in .venv-oldest
 	test -x $(OLDEST) || $(PYTHON) -m venv .venv-oldest

@@ -4,16 +4,16 @@ on a GPU.
 A process can only do one of the two.
 """
 
+import atexit
 import gc
 import math
 import os
 import sys
 import threading
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
 # Files that `make test` leaves out: compilers for GPUs, several processes, environments, browsers, complete training
 # runs.
@@ -23,21 +23,40 @@ SLOW = {
     "test_sharded_models.py", "test_sharding.py", "test_site.py", "test_sweep.py", "test_train_processes.py",
     "test_wheel.py",
 }  # fmt: skip
-settings.register_profile("slow machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("slow machines")
 last_file = None
-gc.set_threshold(50_000, 20, 100)  # collecting and tracing allocate millions of objects, few of which are garbage
-torch.set_num_threads(1)  # tensors are too small for several threads
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select the interpreter before triton is imported."""
+    """Prepare a process that runs tests, and select the interpreter before triton is imported.
+
+    The process that starts xdist's workers runs no tests. It doesn't import torch, so workers start earlier.
+    """
+    if config.getoption("dist", "no") != "no" and not config.option.collectonly:
+        return
+    import torch
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("slow machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("slow machines")
+    torch.set_num_threads(1)  # tensors are too small for several threads
+    gc.set_threshold(50_000, 20, 100)  # collecting and tracing allocate millions of objects, few of which are garbage
+    atexit.register(gc.unfreeze)  # otherwise Triton's bindings report a leak
     if not (torch.cuda.is_available() and config.getoption("markexpr") == "gpu"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Don't import files if all of their tests would be deselected."""
+    chosen = config.getoption("markexpr")
+    is_slow = chosen in ("not slow", "not slow and not gpu") and collection_path.name in SLOW
+    is_for_gpu = chosen.endswith("slow and not gpu") and "gpu" in collection_path.stem.split("_")
+    return True if is_slow or is_for_gpu else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
     for item in items:
         if item.path.name in SLOW:
             item.add_marker(pytest.mark.slow)
@@ -81,10 +100,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
         gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # otherwise Triton's bindings report a leak at exit
-
-
 @pytest.fixture(scope="session", autouse=True)
 def isolated_cache(tmp_path_factory):
     """Use a temporary cache folder instead of the user's."""
@@ -121,6 +136,8 @@ def quick_meta_models():
 @pytest.fixture
 def nan_filled():
     """Make torch.empty return NaN, to reveal memory that a kernel did not write."""
+    import torch
+
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
