@@ -4,7 +4,6 @@ on a GPU.
 A process can only do one of the two.
 """
 
-import atexit
 import gc
 import math
 import os
@@ -40,7 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("slow machines")
     torch.set_num_threads(1)  # tensors are too small for several threads
     gc.set_threshold(50_000, 20, 100)  # collecting and tracing allocate millions of objects, few of which are garbage
-    atexit.register(gc.unfreeze)  # otherwise Triton's bindings report a leak
     if not (torch.cuda.is_available() and config.getoption("markexpr") == "gpu"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -98,6 +96,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
         last_file = item.path
         gc.collect()
         gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # otherwise Triton's bindings report a leak at exit
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,11 +21,13 @@ from lrpe_md.engine.core import operator
 class PatchOnce:
     """Replacement for ``interpreter._patch_lang`` that keeps the patches of a launch until it ends.
 
-    The original patches ``triton.language`` at each launch and again at each nested call.
+    The original patches ``triton.language`` at each launch and again at each nested call, and searches for what to
+    patch.
     """
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self.patch = patch
+        self.found: dict[frozenset[int], list[tuple[Any, str, Any]]] = {}  # by languages
         self.languages: set[int] = set()
         self.seen: set[int] = set()  # globals of kernel modules that are patched already
         self.scopes: list[Any] = []
@@ -37,11 +39,21 @@ class PatchOnce:
         # Compare by identity, because not every global of a kernel module supports equality.
         languages = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
         if not languages or not languages <= self.languages:
-            self.scopes.append(self.patch(fn))
+            self.scopes.append(self.make_scope(fn, frozenset(languages)))
             self.languages |= languages
         if languages:
             self.seen.add(id(fn.__globals__))
         return self
+
+    def make_scope(self, fn: Any, languages: frozenset[int]) -> Any:
+        if languages not in self.found:
+            scope = self.patch(fn)
+            self.found[languages] = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for owner, name, value in self.found[languages]:
+            scope.set_attr(owner, name, value)
+        return scope
 
     def restore(self) -> None:
         self.languages.clear()
@@ -64,6 +76,7 @@ SHAPES: dict[tuple[int, ...], Shape] = {}
 BY_IDENTITY: dict[int, Shape] = {}  # id of Shape.of_type, which is never freed
 NUMPY_TYPES: dict[str, Any] = {}
 NO_SHAPE = tl.core.tuple([]), tl.core.constexpr(1)
+BLOCK, TENSOR = tl.core.block_type, tl.core.tensor
 
 
 def find_shape(shape: Any) -> Shape:
@@ -102,11 +115,11 @@ def format_block(self: Any) -> str:
 
 
 def init_tensor(self: Any, handle: Any, type: Any) -> None:
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    if type.is_block():
-        self.shape, self.numel = type.shared.of_tensor, type.shared.numel_constexpr
+    self.handle, self.type = handle, type
+    if type.__class__ is BLOCK:
+        self.dtype, self.shape, self.numel = type.element_ty, type.shared.of_tensor, type.shared.numel_constexpr
     else:
-        self.shape, self.numel = NO_SHAPE
+        self.dtype, (self.shape, self.numel) = type, NO_SHAPE
 
 
 def find_numpy_type(dtype: Any) -> Any:
@@ -146,6 +159,43 @@ def multiply_matrices(self: Any, a: Any, b: Any, acc: Any, *precision: Any) -> A
     return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
 
 
+CALL = interpreter.InterpretedFunction.__call__
+
+
+def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of a kernel, without looking for patches if they are in place."""
+    function = self.rewritten_fn.get(self.fn)
+    if function is None or id(function.__globals__) not in getattr(interpreter._patch_lang, "seen", ()):
+        return CALL(self, *args, **kwargs)
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
+
+
+TO_TENSOR = interpreter.TritonSemantic.to_tensor
+KEPT = {tl.core.tuple, tuple, str, type(None)}  # not tensors
+MADE: dict[tuple[Any, ...], Any] = {}  # tensors of numbers
+
+
+def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+    kind = type(x)
+    if kind is TENSOR:
+        return x
+    if kind is tl.constexpr:
+        x = x.value
+        kind = type(x)
+    if kind not in (int, float, bool):
+        return x if kind in KEPT and not check_type else TO_TENSOR(self, x, check_type)
+    if x != x:
+        return TO_TENSOR(self, x, check_type)
+    key = kind, x, math.copysign(1, x)
+    if key not in MADE:
+        MADE[key] = TO_TENSOR(self, x)
+        MADE[key].handle.data.flags.writeable = False
+    return MADE[key]
+
+
 CAST, BROADCAST = interpreter.TritonSemantic.cast, interpreter.TritonSemantic.broadcast_impl_value
 
 
@@ -177,6 +227,7 @@ def expand(x: Any, like: Any) -> Any:
 MATCH, UNWRAP, EQUAL = (
     interpreter.TritonSemantic.binary_op_type_checking_impl, tl.core._unwrap_if_constexpr, tl.core.dtype.__eq__
 )  # fmt: skip
+SIGNED = {"int32", "int64"}
 NUMBERS: dict[str, Any] = {
     "fp32": np.float32, "fp64": np.float64, "int32": np.int32, "int64": np.int64, "uint32": np.uint32,
     "uint64": np.uint64,
@@ -248,17 +299,22 @@ def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) ->
 def shorten_operator(ufunc: Any, dtypes: Collection[str], is_reflected: bool = False) -> Callable[[Any], Any]:
     """Return a function that shortens an operator of tensors.
 
-    The shortened operator calls a numpy function if both operands have the same elements, or if one is a number that
-    the other's type can hold. Otherwise, it calls Triton's operator.
+    The shortened operator calls a numpy function if both operands have the same elements or are signed integers, or if
+    one is a number that the other's type can hold. Otherwise, it calls Triton's operator.
     """
     compares = ufunc in (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
 
     def shorten(call: Any) -> Any:
         def operator(self: Any, other: Any) -> Any:
             dtype, of_result, value = self.dtype, None, other.value if type(other) is tl.constexpr else other
-            if type(value) is tl.tensor:
+            if type(value) is int and dtype.is_ptr():
+                value = to_tensor(interpreter.interpreter_semantic, value)
+            if type(value) is TENSOR:
                 if value.dtype is dtype and dtype.name in dtypes:
                     of_result, data = join_types(self.type, value.type), value.handle.data
+                elif {dtype.name, value.dtype.name} == SIGNED:
+                    of_result = join_types(find_type(tl.int64, self.type), find_type(tl.int64, value.type))
+                    data = value.handle.data
                 elif ufunc is np.add and dtype.is_ptr():
                     moved = move_pointers(self, value)
                     return call(self, other) if moved is None else moved
@@ -267,8 +323,8 @@ def shorten_operator(ufunc: Any, dtypes: Collection[str], is_reflected: bool = F
             if of_result is None:
                 return call(self, other)
             made = ufunc(data, self.handle.data) if is_reflected else ufunc(self.handle.data, data)
-            of_result = find_type(tl.int1, of_result) if compares else of_result
-            return tl.tensor(interpreter.TensorHandle(made, self.handle.dtype.scalar), of_result)
+            handle = interpreter.TensorHandle(made, of_result.scalar)
+            return TENSOR(handle, find_type(tl.int1, of_result) if compares else of_result)
 
         return operator
 
@@ -368,6 +424,8 @@ QUICK = (
     (tl.core, "_unwrap_if_constexpr", unwrap),
     (tl.core.dtype, "__eq__", equal),
     (interpreter.TritonSemantic, "binary_op_type_checking_impl", match),
+    (interpreter.InterpretedFunction, "__call__", call_function),
+    (interpreter.TritonSemantic, "to_tensor", to_tensor),
     (interpreter.TritonSemantic, "cast", cast),
     (interpreter.TritonSemantic, "broadcast_impl_value", broadcast),
 )
@@ -375,8 +433,9 @@ OWN = tuple((owner, name, getattr(owner, name)) for owner, name, _ in QUICK)
 
 
 def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-    """Compute x · y + z with a single rounding, in np.longdouble, where the product of two float32 numbers is exact."""
-    a, b, c = (v.data.astype(np.longdouble) for v in (x, y, z))
+    """Compute x · y + z in a wider type, in which the product of two float32 numbers is not rounded."""
+    wide = np.longdouble if z.data.dtype == np.float64 else np.float64
+    a, b, c = (v.data.astype(wide) for v in (x, y, z))
     return interpreter.TensorHandle((a * b + c).astype(z.data.dtype), z.dtype.scalar)
 
 

@@ -132,10 +132,17 @@ def _operators(p_a, p_b, p_out, BLOCK: tl.constexpr, IS_INTEGER: tl.constexpr):
             p_out += BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.int64, torch.float32, torch.float64], ids=str)
-def test_operators_give_the_same_bits(dtype, unpatched):
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [
+        *((dtype, dtype) for dtype in (torch.int32, torch.uint32, torch.int64, torch.float32, torch.float64)),
+        (torch.int32, torch.int64), (torch.int64, torch.int32),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_operators_give_the_same_bits(dtype, other, unpatched):
     """Operands are blocks, scalars and numbers. Blocks are broadcast."""
-    a, b = torch.tensor([5, -7, 2**30, 1]).to(dtype), torch.tensor([3, 2, 0, 1]).to(dtype)
+    a, b = torch.tensor([5, -7, 2**30, 1]).to(dtype), torch.tensor([3, 2, 0, 1]).to(other)
     said = []
     for context in (nullcontext, unpatched):
         out = torch.full((4 * 26, 4, 4), float("nan"), dtype=torch.float64)
