@@ -247,7 +247,7 @@ def call(case: SimpleNamespace) -> None:
     options, weights = make_norm(options, case, xs)
     given = case.tables not in ("none", "stored")
     if given:
-        positions = make_tables(case, (channels, omega.shape[0], num_tokens - 1))
+        positions = make_tables(case, (channels, heads, num_tokens - 1))
     launcher = launch_heads if "of heads" in case.norm else launch
     checked = validate(options, tuple(xs), omega, positions, phase, amplitude, weights)
     if case.tables == "stored":

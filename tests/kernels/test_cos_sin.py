@@ -78,6 +78,7 @@ NORMS = [
     {"norm": "rms", "norm_groups": 3, "tables_batch": 2},
     {"norm": "rms", "norm_weight": "none"},
     {"norm": "rms", "norm_over": "heads", "omega_heads": 2},
+    {"norm": "layer", "norm_over": "heads", "heads": (6, 3), "omega_heads": 3, "tables_batch": 2, "inverse": True},
 ]
 NORMS_OVER_HEADS = [
     {"norm": "rms", "norm_over": "heads"},

@@ -50,6 +50,8 @@ def test_layouts(case, tables_layout, pairs, nan_filled):
         {"norm": "rms", "norm_over": "heads", "heads": (6, 6), "tables_layout": "complex"},
         {"norm": "layer", "norm_over": "heads", "norm_groups": 3, "tables_batch": 2},
         {"norm": "rms", "norm_over": "heads", "omega_heads": 2},
+        {"norm": "rms", "norm_over": "heads", "heads": (32, 16), "omega_heads": 16, "pairs": "interleaved"},
+        {"norm": "layer", "norm_over": "heads", "heads": (12,), "omega_heads": 12, "tables_batch": 2, "batch": 2},
     ],
     ids=str,
 )

@@ -260,6 +260,7 @@ class Variant(NamedTuple):
     joined: bool = False  # cos and sin are interleaved in memory
     inverse: bool = False  # sin is negated
     table_unit: int = 1  # if above 1: entries are adjacent, and strides are multiples of this, for aligned loads
+    table_by_head: bool = False  # for a norm over all heads: heads, or groups of heads, have different entries
     # The norm.
     has_weight: bool = False
     has_bias: bool = False

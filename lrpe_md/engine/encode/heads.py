@@ -36,7 +36,7 @@ def forward(call: Call, xs: list[Tensor]) -> list[Tensor]:
     xs = launching.materialise(*xs)
     readable_call = launching.make_readable(call)
     with launching.current_device(xs[0]):
-        if launching.num_groups(readable_call) == 1:
+        if _is_fused(readable_call):
             return _run_heads(readable_call, Rows(xs, [], []))[0]
         return launch_rows(_drop_norm(readable_call), Rows(_normalise(readable_call, xs), [], []), dtype=xs[0].dtype)[0]
 
@@ -48,7 +48,7 @@ def backward(
     grads, xs = launching.materialise(*grads), launching.materialise(*xs)
     readable_call = launching.make_readable(call)
     with launching.current_device(grads[0]):
-        if launching.num_groups(readable_call) == 1:
+        if _is_fused(readable_call):
             dxs, partials = _run_heads(readable_call, Rows(xs, grads, [], outs), needs)
         else:  # if frequencies differ between heads, norm(x) is written to memory
             wide_dtype = accumulator(grads[0].dtype)
@@ -61,6 +61,11 @@ def backward(
         if any(needs):
             dxs += reduce_partials(partials, readable_call, call.weights, needs)
     return dxs
+
+
+def _is_fused(call: Call) -> bool:
+    """Return whether one kernel can run both the norm and the map: heads share frequencies, or have tables."""
+    return call.cos_sin.cos is not None or launching.num_groups(call) == 1
 
 
 def _normalise(call: Call, xs: list[Tensor]) -> list[Tensor]:
@@ -115,14 +120,15 @@ def _prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, n
         programs if tensors == 1 else items if programs == 2 * items else _count_q_programs(programs, heads_q, heads_k)
     )
     variant = variant._replace(
-        block_r=work_plan.tiles, block_n=work_plan.heads, weight_by_head=variant.has_weight or variant.has_bias,
+        table_by_head=call.cos_sin.cos is not None and call.cos_sin.num_heads > 1, block_r=work_plan.tiles, block_n=work_plan.heads, weight_by_head=variant.has_weight or variant.has_bias,
         early=any(needs) and launching.launches_early(),
     )  # fmt: skip
     swapped_strides = {name: [(b, n, h, d) for b, h, n, d in group] for name, group in strides.items()}
     num_weights = variant.has_weight + variant.has_bias
     width = num_weights * variant.token_groups * max(heads_q, heads_k) * variant.head_dim
     *_, positions_b, rotated_b = launching.find_table_strides(call, variant)
-    counts = (*launching.count_tokens(layout), positions_b, rotated_b, heads_q, heads_k, num_q, items, width)
+    groups = launching.num_groups(call)
+    counts = (*launching.count_tokens(layout), positions_b, rotated_b, heads_q, heads_k, groups, num_q, items, width)
     sums = Sums(
         (programs, 1, variant.num_axes + variant.has_phase, variant.num_channels) if variant.need_dangles else None,
         (programs, width) if needs.norm else None, (num_q, 0), True,

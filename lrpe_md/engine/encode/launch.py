@@ -392,10 +392,16 @@ def _describe_tables(call: Call) -> dict[str, Any]:
 
 
 def pack_table_strides(call: Call, variant: Variant) -> tuple[int, ...]:
-    """Return the packed strides (b, h, n, d) of cos and of sin for :func:`kernels.tables.point_to_tables`."""
+    """Return the packed strides (b, h, n, d) of cos and of sin for :func:`kernels.tables.point_to_tables`.
+
+    With V.table_by_head, a row of the kernel is a group of heads, so that h and n are exchanged.
+    """
     if call.cos_sin.cos is None:
         return ()
-    cos, sin = (*call.cos_sin.strides(), (0, 0, 0, 0))[:2]
+    strides = call.cos_sin.strides()
+    if variant.table_by_head:
+        strides = tuple((b, n, h, d) for b, h, n, d in strides)
+    cos, sin = (*strides, (0, 0, 0, 0))[:2]
     return pack_numbers(*(step // variant.table_unit if i % 4 < 3 else step for i, step in enumerate((*cos, *sin))))
 
 

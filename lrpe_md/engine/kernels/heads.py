@@ -2,7 +2,8 @@
 
 Tiles are (heads, channels) of one token, whereas tiles in encode.py are (tokens, channels) of one head. Here, V.block_n
 is the number of heads in a tile, and V.block_r is the number of tiles for all heads. x and dy are read once, and stay
-in registers until the sums over all channels are known. All heads share their frequencies.
+in registers until the sums over all channels are known. All heads share their frequencies, but may have separate
+tables of cos and sin.
 """
 
 import triton
@@ -40,7 +41,7 @@ from .norm import (
 from .reduce import launch_next_kernel
 from .rows import add_row_products, add_rows, scale_row, sum_row
 from .signature import kernel, unpack_numbers
-from .tables import point_to_tables
+from .tables import load_cos_sin, point_to_tables
 from .tiles import (
     first_channel,
     locate_channels,
@@ -223,6 +224,35 @@ def form_token_cos_sin(omega, tables, token, counts, grid, V: tl.constexpr):
 
 
 @triton.jit
+def load_head_cos_sin(tables, token, counts, heads, V: tl.constexpr):
+    """Return tuples of cos and sin with an entry for each tile of heads. ``heads`` is (heads, groups of heads)."""
+    _, b, n = token
+    first_index, num_grid, _, _ = counts
+    H, G = heads
+    row = n + first_index
+    on_grid = (row >= 0) & (row < num_grid)
+    tables = point_to_tables(tables, b, tl.where(on_grid, row, 0), first_channel(V=V), V=V)
+    cosines = ()
+    sines = ()
+    for i in tl.static_range(V.block_r):
+        h = i * V.block_n + tl.arange(0, V.block_n)
+        cos, sin = load_cos_sin(tables, h // (H // G), (h < H) & on_grid, V=V)
+        cosines += (cos,)
+        sines += (sin,)
+    return cosines, sines
+
+
+@triton.jit
+def take_tile(cos_sin, i: tl.constexpr, V: tl.constexpr):
+    """Return cos and sin of tile i."""
+    if V.table_by_head:
+        cosines, sines = cos_sin
+        return cosines[i], sines[i]
+    else:
+        return cos_sin
+
+
+@triton.jit
 def load_tile_weights(norm, is_k, H, token_group, i: tl.constexpr, V: tl.constexpr):
     """Load γ and β of the heads of tile i."""
     h = (i * V.block_n + tl.arange(0, V.block_n))[:, None]
@@ -238,7 +268,7 @@ def store_mapped(rows, token, H, stats, cos_sin, tile_weights, o, V: tl.constexp
         m_h = i * V.block_n + o_h < H
         x_hat = scale_row(centre(rows[i], mean, m_h, V=V), scale)
         x_bar = activate_row(apply_weights(x_hat, tile_weights[i], V=V), 0, V=V)
-        store_heads(point_to_heads(o, token, i=i, V=V), x_bar, cos_sin, o_h, m_h, V=V)
+        store_heads(point_to_heads(o, token, i=i, V=V), x_bar, take_tile(cos_sin, i=i, V=V), o_h, m_h, V=V)
 
 
 @triton.jit
@@ -248,7 +278,8 @@ def compute_gradient_means(row_pairs, H, stats, share, cos_sin, tile_weights, V:
     for i in tl.static_range(len(rows)):
         m_h = i * V.block_n + tl.arange(0, V.block_n) < H
         tile = (rows[i], gradients[i])
-        dy, x_hat, _ = normalise_backward(tile, cos_sin, stats, tile_weights[i], m_h, V=V)
+        tile_cos_sin = take_tile(cos_sin, i=i, V=V)
+        dy, x_hat, _ = normalise_backward(tile, tile_cos_sin, stats, tile_weights[i], m_h, V=V)
         g = apply_weight(dy, tile_weights[i], V=V)
         dots = add_row_products(() if i == 0 else dots, g, x_hat)
         total = g if i == 0 else add_rows(total, g)
@@ -274,13 +305,15 @@ def store_gradients(row_pairs, token, H, stats, means, cos_sin, tile_weights, ou
     new_sums = ()
     for i in tl.static_range(len(rows)):
         m_h = i * V.block_n + o_h < H
-        dy, x_hat, tile_dangles = normalise_backward((rows[i], gradients[i]), cos_sin, stats, tile_weights[i], m_h, V=V)
+        tile = (rows[i], gradients[i])
+        tile_cos_sin = take_tile(cos_sin, i=i, V=V)
+        dy, x_hat, tile_dangles = normalise_backward(tile, tile_cos_sin, stats, tile_weights[i], m_h, V=V)
         dangles = tile_dangles if i == 0 else dangles + tile_dangles
         if V.need_dweight:
             products = form_weight_gradients(dy, x_hat, (), V=V)
             new_sums += add_weight_gradients(dweights[i * COUNT : i * COUNT + COUNT], products, group, V=V)
         dx = combine_gradient(apply_weight(dy, tile_weights[i], V=V), x_hat, scale, dot, mean, V=V)
-        store_heads(point_to_heads(o, token, i=i, V=V), dx, cos_sin, o_h, m_h, V=V)
+        store_heads(point_to_heads(o, token, i=i, V=V), dx, tile_cos_sin, o_h, m_h, V=V)
     return dangles, new_sums
 
 
@@ -304,7 +337,10 @@ def heads_kernel(
         sums: pointers to partial sums (programs, J, C) for dω and dφ, and (programs, ...) for dγ and dβ.
     """
     counts, axes = numbers
-    N, first_index, num_grid, positions_b, rotated_b, heads_q, heads_k, num_q, num_items, width = unpack_numbers(counts)
+    N, first_index, num_grid, positions_b, rotated_b, heads_q, heads_k, G, num_q, num_items, width = unpack_numbers(
+        counts
+    )
+    token_counts = (first_index, num_grid, positions_b, rotated_b)
     grid = unpack_numbers(axes)
     p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, cos_sin_tables = tables
     p_partial, p_dweight = sums
@@ -345,9 +381,10 @@ def heads_kernel(
                     gradients += (load_gradient_row(point_to_heads(dy, token, i=i, V=V), o_h, m_h, V=V),)
             fetch_next(x, dy, is_k, item + step, counts=(N, num_items), H=H, V=V)
             cos, sin, shares = 0, 0, 0
-            if V.map != "none":
+            if V.table_by_head:
+                cos, sin = load_head_cos_sin(cos_sin_tables, token, token_counts, (H, G), V=V)
+            elif V.map != "none":
                 pointers = (p_coords, p_origin, p_affine, p_rotated, p_amplitude, cos_sin_tables)
-                token_counts = (first_index, num_grid, positions_b, rotated_b)
                 cos, sin, shares = form_token_cos_sin(omega, pointers, token, token_counts, grid, V=V)
             cos_sin = (cos, sin)
             group = find_token_group(n + first_index, num_grid, V=V)
