@@ -232,9 +232,10 @@ def load_head_cos_sin(tables, token, counts, heads, V: tl.constexpr):
     row = n + first_index
     on_grid = (row >= 0) & (row < num_grid)
     tables = point_to_tables(tables, b, tl.where(on_grid, row, 0), first_channel(V=V), V=V)
+    TILES: tl.constexpr = V.block_r
     cosines = ()
     sines = ()
-    for i in tl.static_range(V.block_r):
+    for i in tl.static_range(TILES):
         h = i * V.block_n + tl.arange(0, V.block_n)
         cos, sin = load_cos_sin(tables, h // (H // G), (h < H) & on_grid, V=V)
         cosines += (cos,)
