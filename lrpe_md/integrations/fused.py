@@ -89,7 +89,9 @@ class _Rotating:
     """Wrapper around an attention module, in which the norms also rotate. Everything else comes from the module."""
 
     def __init__(self, attn: Any, norms: dict[str, Any]) -> None:
-        vars(self).update(norms, attn=attn)
+        self.attn = attn
+        for name, norm in norms.items():  # before torch 2.14, Dynamo can't trace vars(self).update
+            setattr(self, name, norm)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.attn, name)
