@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,19 +42,45 @@ class UnrecordableError(Exception):
 
 
 _current: ContextVar[Record | None] = ContextVar("current", default=None)
+_collected: ContextVar[list[KernelLaunch] | None] = ContextVar("collected", default=None)
 
 
 def launch_kernel(kernel: Any, programs: int, args: tuple[Any, ...], variant: Variant, options: dict[str, Any]) -> Any:
-    """Launch a kernel, or only record the launch while :func:`record` is active."""
-    current = _current.get()
-    if current is None:
+    """Launch a kernel, or only record the launch while :func:`record` or :func:`compile_together` is active."""
+    current, launches = _current.get(), _collected.get()
+    launches = launches if current is None else current.launches
+    if launches is None:
         return kernel[(programs,)](*args, V=variant, **COMPILER_OPTIONS, **options)
-    current.launches.append(KernelLaunch(kernel, programs, args, variant, {**COMPILER_OPTIONS, **options}))
+    launches.append(KernelLaunch(kernel, programs, args, variant, {**COMPILER_OPTIONS, **options}))
     return None
 
 
 def is_recording() -> bool:
     return _current.get() is not None
+
+
+@contextmanager
+def compile_together(device: torch.device) -> Iterator[None]:
+    """Launch no kernels inside this context, but compile them at the end, all at the same time.
+
+    Compilers run mostly without Python's lock, so threads are enough. If a kernel can't be compiled, its next launch
+    raises the error.
+    """
+    launches: list[KernelLaunch] = []
+    token = _collected.set(launches)
+    try:
+        yield
+    finally:
+        _collected.reset(token)
+
+    def compile_kernel(launch: KernelLaunch) -> Any:
+        with torch.cuda.device(device):
+            compiled = launch.kernel.warmup(*launch.args, V=launch.variant, grid=(launch.programs,), **launch.options)
+            return compiled[launch.programs, 1, 1]  # also builds the function that launches the kernel
+
+    with ThreadPoolExecutor() as threads:
+        for launch in {(launch.kernel, launch.variant): launch for launch in launches}.values():
+            threads.submit(compile_kernel, launch)
 
 
 @contextmanager

@@ -28,6 +28,8 @@ COLUMNS = 128  # with at least this many features, o of a causal block is faster
 WARPGROUP_ROWS = 64  # minimum number of rows of the first factor on Hopper's matrix units
 EARLY = (LinearPass.QUERIES, LinearPass.QUERIES_OMEGA, LinearPass.QUERY_STATE)  # dq and dS may run at the same time
 FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
+# Passes that compute no gradients of frequencies or weights, so that their kernels don't depend on which are learned.
+UNLEARNED = (*FORWARD, LinearPass.QUERY_STATE, LinearPass.NORMALIZER, LinearPass.NORMALIZER_GRADIENT)
 
 
 class Sizes(NamedTuple):
@@ -227,6 +229,8 @@ class LaunchInputs:
     ) -> None:
         self.call, self.needs, gate = call, needs, operands.gate
         self.q, self.k, self.v, self.do, self.gate = launching.materialise(*operands[:3], do, gate)
+        if self.do is not None and not (self.do.stride(3) or self.do.is_meta):  # compilers record meta tensors
+            self.do = self.do.contiguous()  # the gradient of a sum, for which kernels would be slow
         launches = {} if call.launches is None else call.launches
         sizes = launches.get("sizes")
         if sizes is None:
@@ -315,7 +319,7 @@ class LaunchInputs:
         sum_blocks = {"unrotated": tiles.blocks, "encoded": tiles.feature_blocks, "none": ()}[normalizer]
         variant = Variant(
             *spec, head_dim=sizes.head_dim, **fields, **tiles._asdict(), backward=stage not in FORWARD,
-            need_dangles=self.need_dangles,
+            need_dangles=self.need_dangles and stage not in UNLEARNED,
             wide=self.dtype == torch.float64, fast=self.narrow and ptx,
             fixed=tables.coords is tables.origin is tables.affine is None and self.dtype != torch.float64,
             functions=2 if self.narrow and ptx else int(ptx),
@@ -324,7 +328,7 @@ class LaunchInputs:
             tokens_as_n=_has_tokens_as_n(causal, single_layout, tile.block_n), single_layout=single_layout,
             output_transposed=output_transposed,
             has_no_gqa=causal and sizes.repeats == 1,
-            need_dweight=self.needs.norm,
+            need_dweight=self.needs.norm and stage not in UNLEARNED,
             keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) may differ from 0
             normalizer=normalizer, has_normalizer_kernels=is_separate, gated=self.gate is not None,
             operand=name_operand(self.dtype),
@@ -707,9 +711,7 @@ def launch_normalizer(inputs: LaunchInputs, slot_states: SlotStates, variant: Va
     if not variant.has_normalizer_kernels:
         return None, None
     sizes, pieces, backward = inputs.sizes, inputs.pieces(of_queries=False), variant.backward
-    variant, options = inputs.describe(
-        LinearPass.NORMALIZER, None, has_state=bool(slot_states), need_dangles=False, backward=backward
-    )
+    variant, options = inputs.describe(LinearPass.NORMALIZER, None, has_state=bool(slot_states), backward=backward)
     z = inputs.allocate(sizes.query_rows, sizes.num_queries)
     sums = allocate_running_sums(inputs, variant) if backward else None
     args = (
@@ -729,9 +731,7 @@ def differentiate_normalizer(
     if not variant.has_normalizer_kernels:
         return None
     pieces = inputs.pieces(of_queries=True)
-    variant, options = inputs.describe(
-        LinearPass.NORMALIZER_GRADIENT, inputs.q_side, has_state=bool(dslot_states), need_dangles=False
-    )
+    variant, options = inputs.describe(LinearPass.NORMALIZER_GRADIENT, inputs.q_side, has_state=bool(dslot_states))
     sums = allocate_running_sums(inputs, variant)
     args = (
         *with_strides(variant, inputs.q), inputs.flatten_queries(variant), dslot_states or (None, None), scales, sums,

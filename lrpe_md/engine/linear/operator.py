@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,8 @@ from ...reference_linear import Angles, Attention, zero_gated_tokens
 from ..core.call import NO_WEIGHTS, Call, Layout, Spec, Tables, Weights
 from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 from ..core.norms import of_tensor
-from ..core.operator import Operator, Part, is_sharded
+from ..core.operator import INTERPRETING, Operator, Part, is_sharded
+from ..core.recording import compile_together
 from ..encode.dispatch import run_call
 from ..inductor.private import has_static_value
 from .call import LinearCall, LinearNeeds, Operands, Packing, Results
@@ -172,7 +173,25 @@ class Attend(Operator):
         """Save states only if the kernels run and all sizes are known. Otherwise, the backward pass recomputes them."""
         keep = direct or (inputs.q.is_cuda and all(has_static_value(size) for x in inputs[:3] for size in x.shape))
         num_states = len(call.state_sizes(*inputs[1:3])) if options.return_state else 0
-        return Results(options.return_state, keep), 1 + num_states
+        options = Results(options.return_state, keep)
+        if direct and not call.launches:
+            self.compile_together(call, inputs, options, 1 + num_states)
+        return options, 1 + num_states
+
+    def compile_together(self, call: LinearCall, inputs: Operands, options: Results, num_outputs: int) -> None:
+        """Compile the kernels of a first forward pass, and of its backward pass, at the same time."""
+        needs = [t is not None and t.requires_grad for t in self.list_learned(call, inputs)]
+        widths = [(t.dtype, t.shape[3]) for t in inputs[:3]]
+        key = inputs.q.device, call.attention, call.spec, call.has_one_side, *widths, *needs
+        if key in _compiled or INTERPRETING or torch.cuda.is_current_stream_capturing():
+            return
+        _compiled.add(key)
+        launcher = self.launcher(call)
+        with torch.no_grad(), compile_together(inputs.q.device):
+            call = call._replace(launches={})
+            out = launcher.forward(call, inputs, *options)
+            grads = [torch.empty_like(t) for t in out[:num_outputs]]
+            launcher.backward(call, grads, inputs, out[num_outputs:], self.read_needs(needs), ())
 
     def run_shards(
         self, run: Callable[..., Any], call: LinearCall, inputs: Operands, options: Results
@@ -248,6 +267,8 @@ def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
         raise ValueError(f"impl: 'triton' has no kernel for {reason}; use impl='auto'")
     return not reason
 
+
+_compiled: set[Hashable] = set()  # calls whose kernels were compiled together
 
 _INPUTS = "Tensor q", "Tensor k", "Tensor v", "Tensor? gate", "Tensor? decay", "Tensor[] state", "Tensor[] saved"
 _PARTS = (
