@@ -100,6 +100,15 @@ def test_norms_over_all_heads(change, case, pairs, layout):
     test_norms(change, case, pairs, layout)
 
 
+def test_norm_over_all_heads_reads_the_tables_of_each_head(count_launches):
+    """A single kernel runs both the norm and the map."""
+    assert not violations(replace(FULL, norm="rms", norm_over="heads", omega_heads=2))
+    assert count_launches()
+    for launched in count_launches():
+        assert launched.variant.norm == "rms"
+        assert launched.variant.table_by_head
+
+
 @pytest.mark.slow
 @parametrize_each("name case", list(CUTS), [FULL, COSINE])
 def test_every_work_partition(monkeypatch, count_launches, name, case):

@@ -1,21 +1,34 @@
 """A launcher's recorded actions, replayed later, have the same effect as running it directly."""
 
+import contextlib
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from lrpe_md.scripts.common.cases import Case, LinearCase, make_inputs, make_linear_inputs
+from lrpe_md.scripts.common.cases import Case, LinearCase, make_inputs, make_linear_inputs, run_linear
 
-from lrpe_md.engine.core.call import NO_WEIGHTS, Needs, Options
+from lrpe_md import linear_attention
+from lrpe_md.engine.core import recording, reduction
+from lrpe_md.engine.core.call import NO_WEIGHTS, Needs, Options, Variant
 from lrpe_md.engine.core.memory import split_projection
 from lrpe_md.engine.core.norms import take_norm
-from lrpe_md.engine.core.recording import UnrecordableError, get_storage_id, is_recording, record
+from lrpe_md.engine.core.operator import call_cache
+from lrpe_md.engine.core.recording import (
+    UnrecordableError,
+    compile_together,
+    get_storage_id,
+    is_recording,
+    launch_kernel,
+    record,
+)
 from lrpe_md.engine.encode import heads, launch
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.encode.validate import validate
 from lrpe_md.engine.kernels.fixed import Copy, fix
 from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear import operator as linear_operator
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
 from lrpe_md.engine.linear.validate import validate_linear
@@ -180,3 +193,121 @@ def test_further_programs_copy(num_key_heads, num_tokens):
     expected = launcher.backward(call, grads, inputs.xs, [], Needs())
     for place, value in zip(split_projection(real, num_key_heads), (*expected, dv), strict=True):
         torch.testing.assert_close(place, value, rtol=0, atol=0)
+
+
+class Kernel:
+    """Stand-in for a kernel. It lists what is launched and compiled."""
+
+    def __init__(self, fails=False):
+        self.launched, self.compiled, self.built, self.fails = [], [], [], fails
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.append(args)
+
+    def warmup(self, *args, V, grid, **options):
+        if self.fails:
+            raise RuntimeError("does not compile")
+        self.compiled.append((args, V, options))
+        return Compiled(self)
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        self.kernel.built.append(grid)
+
+
+def test_kernels_compile_together_without_a_launch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    kernel, broken = Kernel(), Kernel(fails=True)
+    first, second = Variant(), Variant(map="rotate")
+    with compile_together(torch.device("cuda", 0)):
+        for variant in (first, second, first):
+            launch_kernel(kernel, 3, ("x",), variant, {"num_warps": 2})
+        launch_kernel(broken, 3, ("x",), first, {})
+    options = {"enable_fp_fusion": False, "num_warps": 2}
+    assert sorted(kernel.compiled, key=lambda each: each[1].map) == [(("x",), v, options) for v in (first, second)]
+    assert kernel.built == [(3, 1, 1)] * 2
+    assert kernel.launched == broken.launched == []
+    launch_kernel(kernel, 3, ("x",), first, {})
+    assert kernel.launched == [("x",)]
+
+
+def describe(value):
+    """Return what a kernel is compiled for: the dtypes of tensors, and the types of numbers."""
+    if isinstance(value, tuple):
+        return tuple(map(describe, value))
+    return value.dtype if isinstance(value, torch.Tensor) else type(value)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        LinearCase(shape=(70,), phase="both"),
+        LinearCase("rotate", (70,), mask="causal", norm="rms"),
+        LinearCase("rotate", (4, 6), mask="block", block=6, decay="block", rule="delta", gate="float"),
+        LinearCase(None, (40,), heads=(2, 2), return_state=True),
+    ],
+    ids=str,
+)
+def test_linear_attention_compiles_what_it_launches(monkeypatch, case):
+    """The launches of a first call that are compiled ahead are those of its forward and backward pass."""
+    ahead, launched = [], []
+
+    def launch(kernel, programs, args, variant, options):
+        launches = launched if recording._collected.get() is None else ahead
+        launches.append((kernel, variant, options, describe(args)))
+        return launch_kernel(kernel, programs, args, variant, options)
+
+    @contextlib.contextmanager
+    def collect(device):
+        token = recording._collected.set([])
+        yield
+        recording._collected.reset(token)
+
+    for module in (recording, reduction):
+        monkeypatch.setattr(module, "launch_kernel", launch)
+    monkeypatch.setattr(linear_operator, "INTERPRETING", False)
+    monkeypatch.setattr(linear_operator, "compile_together", collect)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(linear_operator, "_compiled", set())
+    call_cache.clear()
+    run_linear(make_linear_inputs(case), "triton")
+    assert ahead == launched
+    assert len({kernel for kernel, *_ in ahead}) >= 3
+    run_linear(make_linear_inputs(case), "triton")
+    assert launched == ahead * 2
+
+
+def test_the_gradient_of_a_sum_runs_the_same_kernels(monkeypatch):
+    """It is copied, because its strides of 0 would need other kernels."""
+    variants = []
+
+    def launch(kernel, programs, args, variant, options):
+        variants.append((kernel, variant))
+        return launch_kernel(kernel, programs, args, variant, options)
+
+    monkeypatch.setattr(recording, "launch_kernel", launch)
+    x = torch.randn(1, 2, 70, 16, requires_grad=True)
+    for gradient in (torch.ones(1, 2, 70, 16), torch.ones(()).expand(1, 2, 70, 16)):
+        linear_attention(x, x, x, map=None, impl="triton").backward(gradient)
+    assert variants[: len(variants) // 2] == variants[len(variants) // 2 :]
+
+
+def test_learned_frequencies_add_no_states(monkeypatch):
+    """Kernels that compute states are the same in both passes, whether or not frequencies are learned."""
+    variants = set()
+
+    def launch(kernel, programs, args, variant, options):
+        variants.add((kernel.fn.__name__, variant))
+        return launch_kernel(kernel, programs, args, variant, options)
+
+    monkeypatch.setattr(recording, "launch_kernel", launch)
+    inputs = make_linear_inputs(LinearCase(shape=(300,), batch=1, heads=(1, 1), head_dim=8, phase="both", norm="rms"))
+    for frequencies in (False, True):
+        run_linear(inputs, "triton", frequencies=frequencies)
+    names = [name for name, _ in variants]
+    assert names.count("linear_state_kernel") == names.count("linear_query_state_kernel") == 1
+    assert names.count("linear_query_gradient_kernel") == 2
