@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,15 @@ def unplaced(monkeypatch):
             panel.fit_text(math.inf)
 
     monkeypatch.setattr(figure, "lay_out_panels", fit_texts)
+
+
+@pytest.fixture
+def few_sizes(monkeypatch):
+    """Test the models of ``train digits`` at two image sizes instead of six."""
+    from lrpe_md.scripts.train.tasks import digits
+
+    source = digits.SOURCES["digits"]
+    monkeypatch.setitem(digits.SOURCES, "digits", replace(source, sizes=source.sizes[:2]))
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .plans import (
@@ -122,14 +121,16 @@ class _ChangeOthers(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Tensor, self.change, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = {name: self.change(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self.change, args), **kwargs)
 
-    def change(self, t: Tensor) -> Tensor:
-        if self.first_calls.setdefault(t, self.num_calls) == self.num_calls:
-            return t
-        self.shapes.add(tuple(t.shape))
-        return t.logical_not().to(t.dtype)
+    def change(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [*map(self.change, value)]
+        if not isinstance(value, Tensor) or self.first_calls.setdefault(value, self.num_calls) == self.num_calls:
+            return value
+        self.shapes.add(tuple(value.shape))
+        return value.logical_not().to(value.dtype)
 
 
 class Probe:
@@ -342,14 +343,18 @@ class Reading:
                 )  # fmt: skip
         self.turns = tuple(self.turn(read_pairs(partial(call, i), x)) for i, x in enumerate(xs))
 
-    def place(self, numbers: Tensor) -> tuple[int, tuple[Tensor, ...]]:
-        """Return the leaf of the first entry, and the index of each entry in that leaf."""
+    def place(self, numbers: list[int]) -> tuple[int, list[tuple[int, ...]]]:
+        """Return the leaf of the first entry, and the indices of the entries in each dimension of that leaf."""
         leaves = iter(self.shapes.items())
         leaf, shape = next(leaves)
         while numbers[0] >= shape.numel():
-            numbers = numbers - shape.numel()
+            numbers = [number - shape.numel() for number in numbers]
             leaf, shape = next(leaves)
-        return leaf, torch.unravel_index(numbers, tuple(shape))
+        places: list[tuple[int, ...]] = []
+        for size in reversed(shape):
+            places.append(tuple(number % size for number in numbers))
+            numbers = [number // size for number in numbers]
+        return leaf, places[::-1]
 
     def turn(self, pairs: Pairs) -> Turn:
         """Find the table entries that contain cos and sin, or the angles from which they are computed."""
@@ -416,14 +421,14 @@ class Reading:
                     return at
             raise Unlike(5, "reads its tables in a different order from the tokens")
 
-        def locate(numbers: Tensor, is_negated: bool) -> tuple[Any, ...]:
+        def locate(numbers: list[int], is_negated: bool) -> tuple[Any, ...]:
             leaf, places = self.place(numbers)
-            return leaf, is_negated, tuple(follow(tuple(place.tolist())) for place in places)
+            return leaf, is_negated, tuple(map(follow, places))
 
         first, signs = firsts(stop - start, pairs.distance).tolist(), codes[2].flatten(0, -2)[0].tolist()
         inverse = all(signs)
         negated = ([False] * len(first), [False] * len(first) if inverse else signs)
-        tables = [[*map(locate, t.flatten(0, -2).T, n)] for t, n in zip(codes[:2], negated, strict=True)]
+        tables = [[*map(locate, t.flatten(0, -2).T.tolist(), n)] for t, n in zip(codes[:2], negated, strict=True)]
         by_pair = [[[e for e, f in zip(t, first, strict=True) if f == one] for one in (True, False)] for t in tables]
         corners = [{(*self.shapes[leaf][-2:], *at[-2:]) for leaf, _, at in each} for each in by_pair[1]]
         if any(negated[1]) and corners != [{(2, 2, 0, 1)}, {(2, 2, 1, 0)}]:

@@ -372,21 +372,21 @@ def test_widths(name, head_dim, shift, widths):
     assert_within_budget(LinearCase(name, **{"head_dim": head_dim, "batch": 1, "heads": (2, 1), **options}))
 
 
-@pytest.mark.parametrize("width", range(1, 257))
-def test_tiles_hold_each_channel_once(width):
+def test_tiles_hold_each_channel_once():
     stages = linear_plan.LinearPass
-    cuts = [
-        (blocks, linear_plan.NARROWEST // features)
-        for stage in (stages.STATE, stages.QUERIES_OMEGA) for features in (1, 2)
-        for blocks in [linear_plan.choose_widths(width, stage, features)]
-    ]  # fmt: skip
-    values = [linear_plan.choose_value_widths(width, stage, 144) for stage in (stages.STATE, stages.KEYS)]
-    for blocks, narrowest in (*cuts, *((blocks, linear_plan.NARROWEST) for blocks in values)):
-        padded = linear_plan.pad_width(width)
-        assert sum(blocks[:-1]) < width <= sum(blocks) <= sum(padded)
-        assert all(block >= narrowest and block & (block - 1) == 0 for block in blocks)
-        assert list(blocks) == sorted(blocks, reverse=True), "a tile begins at a multiple of its width"
-        assert width not in (16, 32, 64, 128, 256) or blocks == (width,), "powers of two are one tile"
+    for width in range(1, 257):
+        cuts = [
+            (blocks, linear_plan.NARROWEST // features)
+            for stage in (stages.STATE, stages.QUERIES_OMEGA) for features in (1, 2)
+            for blocks in [linear_plan.choose_widths(width, stage, features)]
+        ]  # fmt: skip
+        values = [linear_plan.choose_value_widths(width, stage, 144) for stage in (stages.STATE, stages.KEYS)]
+        for blocks, narrowest in (*cuts, *((blocks, linear_plan.NARROWEST) for blocks in values)):
+            padded = linear_plan.pad_width(width)
+            assert sum(blocks[:-1]) < width <= sum(blocks) <= sum(padded)
+            assert all(block >= narrowest and block & (block - 1) == 0 for block in blocks)
+            assert list(blocks) == sorted(blocks, reverse=True), "a tile begins at a multiple of its width"
+            assert width not in (16, 32, 64, 128, 256) or blocks == (width,), "powers of two are one tile"
 
 
 @pytest.mark.parametrize(

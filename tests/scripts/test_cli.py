@@ -261,6 +261,7 @@ register_scheme("from_my_module", Scheme("doc", 32, Axial((1, 1), 30.0)))
 """
 
 
+@pytest.mark.usefixtures("few_sizes")
 @pytest.mark.parametrize("first", [True, False])
 def test_own_schemes_are_registered_by_a_module(tmp_path, monkeypatch, first):
     pytest.importorskip("sklearn")
@@ -270,7 +271,8 @@ def test_own_schemes_are_registered_by_a_module(tmp_path, monkeypatch, first):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("lrpe_md.presets.registry.REGISTERED", registered := {})
     monkeypatch.setattr("lrpe_md.scripts.train.encodings.REGISTERED", registered)
-    command = ["train", "digits", "--encoding", "from_my_module", "--steps", "1", "--device", "cpu", "--out", "run"]
+    command = ["train", "digits", "--encoding", "from_my_module", "--steps", "1", "--limit", "64", "--device", "cpu",
+               "--out", "run"]  # fmt: skip
     importing = ["--import", module] if first else [f"--import={module}"]
     monkeypatch.setattr(sys, "argv", ["lrpe-md", *importing, *command] if first else ["lrpe-md", *command, *importing])
     with pytest.raises(SystemExit) as done:

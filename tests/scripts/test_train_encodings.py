@@ -37,6 +37,7 @@ CONFIGS: dict[str, Any] = {
     "recall": (recall.RecallTraining, {"attention": "softmax", "dim": 96}),
 }
 # A preset with the right number of axes for each task.
+pytestmark = pytest.mark.usefixtures("few_sizes")
 PRESETS = {
     "digits": "dinov3", "image": "rope_vit_mixed", "video": "cogvideox", "diffusion": "hidream", "lm": "pope",
     "recall": "wan",

@@ -30,6 +30,7 @@ from test_train_loop import TOY, same, toy_batch, toy_train
 from train_commands import Killed, invoke, output_of
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.usefixtures("few_sizes")
 ROOT = Path(__file__).parents[2]
 TINY = {"warmup": 1, "limit": 64, "device": "cpu", "progress": False, "tensorboard": False}
 
@@ -370,9 +371,9 @@ def test_training_ends_with_a_short_table(tmp_path):
     assert len(lines) < 30
     assert any("accuracy" in line and "extrapolated" in line and "rescaled" in line for line in lines)
     result = json.loads((out / "result.json").read_text())
-    shown = next(line.split() for line in lines if line.split()[:1] == ["16x16"])
+    shown = next(line.split() for line in lines if line.split()[:1] == ["10x10"])
     assert [float(each) for each in shown[1:]] == pytest.approx(
-        [result["accuracy"][name]["16x16"] for name in ("extrapolated", "rescaled")], rel=1e-3
+        [result["accuracy"][name]["10x10"] for name in ("extrapolated", "rescaled")], rel=1e-3
     )
     assert "{" not in done.stdout
 

@@ -6,13 +6,14 @@ Each error prints a one-line message. No file is left incomplete, and nothing is
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import zipfile
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from test_train_diffusion import load
 from test_train_image import write_folders, write_idx
 from train_commands import invoke, output_of, with_options
 
+pytestmark = pytest.mark.usefixtures("few_sizes")
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
     "steps": 3, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False, "save_every": 1,
@@ -49,17 +51,18 @@ def digits_command(out: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_number_has_a_range(task, tmp_path):
+    given = {field.name: tmp_path for field in fields(TASKS[task].config) if field.default is MISSING}
     for field in fields(TASKS[task].config):
         if type(field.default) not in (int, float):
             continue
         name = f"--{field.name.replace('_', '-')}"
-        floats = (-1, -1e-9, float("nan"), float("inf"))
-        for wrong in floats if isinstance(field.default, float) else (-1,):
-            refused = invoke(task, "--out", str(tmp_path / "out"), "--data", "digits", name, str(wrong))
-            assert refused.exit_code == 2, (name, refused.output)
-            assert name in refused.output
-            if field.metadata["off"] and wrong != float("inf"):
-                assert f"{name}: expected at least 0 (0 disables it), got {wrong}" in refused.output
+        refused = invoke(task, "--out", str(tmp_path / "out"), "--data", "digits", name, "-1")
+        assert refused.exit_code == 2, (name, refused.output)
+        expected = f"{name}: expected at least 0 (0 disables it), got " if field.metadata["off"] else name
+        assert expected in refused.output
+        for wrong in (-1e-9, float("nan"), float("inf")) if isinstance(field.default, float) else ():
+            with pytest.raises(typer.BadParameter, match=name if wrong == float("inf") else re.escape(expected)):
+                TASKS[task].config(**(given | {field.name: wrong}))
     assert not (tmp_path / "out").exists()
 
 

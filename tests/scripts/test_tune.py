@@ -30,19 +30,19 @@ def test_every_tile_of_the_table_has_a_place():
     assert len({str(place) for place in PLACES}) == len(PLACES)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_candidates(place):
-    found = place.shapes()
-    assert 12 <= len(found) == len(set(found))
-    assert place.tile in found, "the candidates lack the table's tile"
-    fixed = {(tile.max_registers, tile.stages, tile.rows_first) for tile in found}
-    assert fixed == {place.tile[3:]}
-    others = place.refinements(place.tile)
-    assert place.tile not in others
-    assert {tile[:3] for tile in others} == {place.tile[:3]}
-    assert len(set(others)) == (8 if place.stage is Pass.DOMEGA else 1)
-    if place.stage is not Pass.DOMEGA:
-        assert {(tile.max_registers, tile.stages) for tile in others} == {(None, 1)}
+def test_candidates():
+    for place in PLACES:
+        found = place.shapes()
+        assert 12 <= len(found) == len(set(found))
+        assert place.tile in found, "the candidates lack the table's tile"
+        fixed = {(tile.max_registers, tile.stages, tile.rows_first) for tile in found}
+        assert fixed == {place.tile[3:]}
+        others = place.refinements(place.tile)
+        assert place.tile not in others
+        assert {tile[:3] for tile in others} == {place.tile[:3]}
+        assert len(set(others)) == (8 if place.stage is Pass.DOMEGA else 1)
+        if place.stage is not Pass.DOMEGA:
+            assert {(tile.max_registers, tile.stages) for tile in others} == {(None, 1)}
 
 
 @pytest.mark.slow
@@ -74,17 +74,17 @@ def test_cache_is_cleared_between_tiles(monkeypatch):
         FORWARD.passes(inputs)[0]()
 
 
-@pytest.mark.parametrize("place", LINEAR, ids=str)
-def test_candidates_of_linear_attention(place):
-    found = place.shapes()
-    assert len(found) == len(set(found)) == 24
-    assert place.tile in found, "the candidates lack the table's tile"
-    others = place.refinements(place.tile)
-    assert {tile[:3] for tile in others} == {place.tile[:3]}
-    assert place.tile not in others
-    bounds = {tile.max_registers for tile in others}
-    assert len(bounds) == len(others) >= 4
-    assert place.tile.max_registers not in bounds
+def test_candidates_of_linear_attention():
+    for place in LINEAR:
+        found = place.shapes()
+        assert len(found) == len(set(found)) == 24
+        assert place.tile in found, "the candidates lack the table's tile"
+        others = place.refinements(place.tile)
+        assert {tile[:3] for tile in others} == {place.tile[:3]}
+        assert place.tile not in others
+        bounds = {tile.max_registers for tile in others}
+        assert len(bounds) == len(others) >= 4
+        assert place.tile.max_registers not in bounds
 
 
 def test_every_tile_of_linear_attention_has_a_place():
