@@ -1151,7 +1151,9 @@ def test_one_graph_for_all_sizes(kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(TORCH_VERSION < (2, 14), reason="torch before 2.14: antialiased resizing has no gradient at any size")
+@pytest.mark.skipif(
+    TORCH_VERSION < (2, 14), reason="torch before 2.14: gradients of bicubic resizing can't be traced with symbolic sizes"
+)
 def test_compile_training_of_a_resampled_table():
     torch._dynamo.reset()
     model = adapt(lrpe_vit(encoding=None, absolute="learned", depth=1), "rotate")
