@@ -1152,7 +1152,8 @@ def test_one_graph_for_all_sizes(kwargs):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    TORCH_VERSION < (2, 14), reason="torch before 2.14: gradients of bicubic resizing can't be traced with symbolic sizes"
+    TORCH_VERSION < (2, 14),
+    reason="torch before 2.14: gradients of bicubic resizing can't be traced with symbolic sizes",
 )
 def test_compile_training_of_a_resampled_table():
     torch._dynamo.reset()
