@@ -57,10 +57,14 @@ unit: $(READY)  ## run the tests that are not marked slow (ARGS="-k cosine")
 slow: $(READY)  ## run the tests marked slow: compilers for GPUs, several processes, complete training runs
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not gpu" $(ARGS)
 
-oldest:  ## run the tests of the library with the oldest supported torch, in .venv-oldest
+oldest:  ## run the tests of the library, adapters and models with the oldest supported torch, in .venv-oldest
 	test -x $(OLDEST) || $(PYTHON) -m venv .venv-oldest
 	$(OLDEST) -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' -e '.[test]'
-	$(OLDEST) -m pytest -n auto --dist worksteal -m "not slow and not gpu" tests/boundary tests/kernels tests/unit $(ARGS)
+	$(OLDEST) -m pytest -n auto --dist worksteal -m "not slow and not gpu" \
+		tests/boundary tests/integrations tests/kernels tests/models tests/unit $(ARGS)
+	@# Versions of torch differ most in their compilers, and most tests of compilers are slow.
+	$(OLDEST) -m pytest -n auto --dist worksteal -m "slow and not gpu" -k "compil or export or graph or trace" \
+		tests/boundary tests/integrations tests/models $(ARGS)
 
 test: lint  ## run lint, type checks and the tests that are not slow
 	@# Run both at once, because pyright only uses one core.

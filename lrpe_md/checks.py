@@ -91,6 +91,8 @@ def as_integer(value: Any) -> Any:
     """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt. Return None for anything else."""
     if isinstance(value, (int, torch.SymInt)):  # type() of a constant has no guard
         return None if isinstance(value, bool) else value
+    if not hasattr(value, "__index__"):  # in torch 2.11, Dynamo can't trace an operator.index that fails
+        return None
     try:
         return operator.index(value)
     except TypeError:

@@ -172,7 +172,7 @@ class Stream(nn.Module):
         shift, scale, *rest = self.modulation(c).chunk(self.num_vectors, dim=-1)
         x = modulate(self.norm1(x), shift, scale)
         if self.parallel:
-            rest.append(x)
+            rest = [*rest, x]  # in torch 2.11, Dynamo makes rest a tuple
         q, k, v = split_qkv(rearrange(self.qkv(x), "b n (three h d) -> b n three h d", three=3, h=self.num_heads))
         if normed:
             q = _normalize(self.q_norm, q, v.dtype, self.qk_norm)

@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from lrpe_md.reference import ACTIVATIONS
 
-__all__ = ["ACTS", "COMPILERS", "each_value_rows", "parametrize_each", "slow_except"]
+__all__ = ["ACTS", "COMPILERS", "TORCH_VERSION", "each_value_rows", "parametrize_each", "slow_except"]
 
+TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 COMPILERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # inductor takes seconds to compile C++
 ACTS = [(name, dim) for name, entry in ACTIVATIONS.items() for dim in entry.dims or (None,)]
 

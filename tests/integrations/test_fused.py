@@ -55,6 +55,17 @@ def test_ltx_fuses_its_norms_in_kernels(launches):
     assert launches[-2:] == [(1, True, 0)] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+def test_fused_ltx_compiles_in_one_graph():
+    """test_rotary_models.py tests this for models that are also fused on a CPU."""
+    torch._dynamo.reset()
+    model, x = models.ltx(num_layers=1), torch.randn(2, 30, 4)
+    adapted = adapt_rotary(copy.deepcopy(model), impl="triton")
+    compiled = torch.compile(adapted, backend="eager", fullgraph=True)
+    torch.testing.assert_close(models.call_ltx(compiled, x), models.call_ltx(model, x), rtol=0, atol=models.BOUND)
+
+
 def norms(model):
     names = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_norm", "k_norm")
     found = [getattr(part, name, None) for part in model.modules() for name in names]

@@ -15,6 +15,7 @@ import torch
 from functorch.compile import make_boxed_func
 from lrpe_md.scripts.common import cases
 from lrpe_md.scripts.common.cases import Case, LinearCase
+from parametrizing import TORCH_VERSION
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -50,8 +51,7 @@ LAUNCHES = {
         *map(LINEAR, ("state", "scan", "output", "query_gradient", "query_state", "scan", "key_gradient")), SUMS
     ],
 }  # fmt: skip
-VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-NO_LIMIT, LOSES_LISTS = VERSION < (2, 15), VERSION < (2, 14)
+NO_LIMIT, LOSES_LISTS = TORCH_VERSION < (2, 15), TORCH_VERSION < (2, 14)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parametrizing import slow_except
+from parametrizing import TORCH_VERSION, slow_except
 from torch import nn
 
 from lrpe_md import Coordinates, CosineMd, Grid, LinearAttention, PresetMd, RotateMd, Tokens, preset, rotate
@@ -1151,6 +1151,10 @@ def test_one_graph_for_all_sizes(kwargs):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    TORCH_VERSION < (2, 14),
+    reason="torch before 2.14: gradients of bicubic resizing can't be traced with symbolic sizes",
+)
 def test_compile_training_of_a_resampled_table():
     torch._dynamo.reset()
     model = adapt(lrpe_vit(encoding=None, absolute="learned", depth=1), "rotate")
