@@ -6,7 +6,7 @@ reference on a CPU and the kernels on a GPU.
 
 import pytest
 import torch
-from parametrizing import COMPILERS, parametrize_each
+from parametrizing import COMPILERS, parametrize_each, slow_except
 from test_boundary import graph_counter
 from torch import nn
 from torch.func import grad, jvp, vmap
@@ -158,7 +158,7 @@ def test_compile_training(kind, impl, dynamic, learned, backend, device):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", slow_except(["triton"], IMPLS))
 def test_compile_once_for_all_lengths(impl, device):
     backend, graphs = graph_counter()
     compiled = torch.compile(

@@ -742,6 +742,7 @@ def test_the_random_state_is_left(launches):
     assert launches
 
 
+@pytest.mark.slow
 def test_probes_in_two_threads_restore_the_settings():
     """Without a lock, the second probe would start during the first one, and end after it."""
     started, ended = threading.Event(), threading.Event()

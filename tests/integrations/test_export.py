@@ -173,7 +173,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", slow_except(["a grid with a tensor", "videorope"], PLACES))
 def test_positions_exported_for_any_size(name):
     """Other runtimes, such as ONNX, ignore guards. So the positions may not rely on any."""
     module, video = Places(PLACES[name]), (3,) if name == "chronoedit" else ()
@@ -236,7 +236,7 @@ def test_far_positions_in_onnx(dynamo, tmp_path):
     torch.testing.assert_close(torch.from_numpy(found), FarTokens()(x, places))
 
 
-@pytest.mark.parametrize("decay", [None, torch.tensor([0.5, 0.9])])
+@pytest.mark.parametrize("decay", [None, pytest.param(torch.tensor([0.5, 0.9]), marks=pytest.mark.slow)])
 def test_causal_linear_attention_exported_for_any_length(decay):
     class Attention(torch.nn.Module):
         def forward(self, q, k, v):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import test_rotary_models as models
 import torch
+from parametrizing import slow_except
 
 from lrpe_md import Grid, adapt_rotary, linear_attention, preset
 from lrpe_md.engine.core.launching import INTERPRETING
@@ -121,7 +122,7 @@ def test_a_denominator_below_zero():
 # --- models --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_except(["video"], MODELS))
 def test_models(name, calls):
     build, call, size, count = MODELS[name]
     model, x = build(), torch.randn(size)

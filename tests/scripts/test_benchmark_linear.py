@@ -51,6 +51,7 @@ def read(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_every_implementation_is_a_row(tmp_path):
     out = tmp_path / "linear.csv"
     done = run("--impl", "lrpe-md;SDPA;unfused", "--out", out, "--commit", "abc")

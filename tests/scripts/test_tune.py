@@ -264,6 +264,7 @@ def slow_in_one_place(session, place, tile, problem):
     return [1.1 if place == DOMEGA and tile == place.tile else 1.0]
 
 
+@pytest.mark.slow
 def test_check_passes_if_the_table_is_best(invoke):
     result, out = invoke(times_of_table, "--check")
     assert result.exit_code == 0, result.output

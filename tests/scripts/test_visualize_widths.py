@@ -165,7 +165,7 @@ def test_the_row_label_is_beside_the_grid(encoding: Any):
             assert (box.y0 + box.y1) / 2 == pytest.approx(grid[:, 1].mean(), abs=2)
 
 
-@pytest.mark.parametrize("width", [3.25, 7.0])
+@pytest.mark.parametrize("width", slow_except([7.0], [3.25, 7.0]))
 def test_colour_bars_are_narrow(width: float):
     for encoding in ("dinov3", ["dinov3", "eva02"]):
         figure = lrpe_md.show(encoding, (14, 14), width=width)
@@ -180,6 +180,7 @@ def count_columns(encoding: Any, **options: Any) -> int:
     return max(map(tops.count, tops))
 
 
+@pytest.mark.slow
 def test_narrow_figures_have_fewer_columns():
     assert [count_columns("dinov3", width=w, panels=["angles"]) for w in (3.25, 5.5, 7, 11)] == [1, 2, 2, 4]
     assert [count_columns("dinov3", width=w, panels=["angles"], maps=3) for w in (5.5, 7)] == [2, 3]

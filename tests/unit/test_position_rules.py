@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parametrizing import slow_except
+from parametrizing import COMPILERS, slow_except
 
 from lrpe_md import Coordinates, Grid, cosine, rotate, window_order
 from lrpe_md.positions.grid import offset_positions
@@ -371,7 +371,7 @@ def test_an_index_beyond_the_tokens(index, by_sample, table):
         positions.take(index)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", COMPILERS)
 def test_an_index_beyond_the_tokens_of_a_compiled_function(backend):
     @torch.compile(fullgraph=True, backend=backend)
     def take(index):

@@ -564,6 +564,7 @@ def test_page_check_can_fail():
         exec(compile(page, "docs/schemes.md", "exec"), {"__name__": "page"})
 
 
+@pytest.mark.slow
 def test_show_on_a_dark_background(tmp_path):
     colors = pytest.importorskip("matplotlib.colors")
     light, dark = (lrpe_md.show(OWN, (3, 5), tmp_path / f"{dark}.png", dark=dark) for dark in (False, True))
