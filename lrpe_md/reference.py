@@ -191,7 +191,7 @@ def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: i
     The C channels become [x cos Θ, x sin Θ] or, with order "sin_cos", [x sin Θ, x cos Θ].
     """
     width = cos.shape[-1]
-    before, mapped, after = _split_channels(x, start, width)
+    before, mapped, after = ((), x, ()) if width == x.shape[-1] else _split_channels(x, start, width)
     first, second = (cos, sin) if order == "cos_sin" else (sin, cos)
     return torch.cat([*before, mapped * first, mapped * second, *after], dim=-1)
 
@@ -199,7 +199,7 @@ def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: i
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
     """Rotate pairs of channels, beginning at ``spec.rotary_start``. The other channels stay unchanged."""
     start, width = spec.rotary_start, 2 * spec.num_channels
-    before, turned, after = _split_channels(x, start, width)
+    before, turned, after = ((), x, ()) if width == x.shape[-1] else _split_channels(x, start, width)
     a, b = split_pairs(turned, spec.pairs, spec.sections)
     cos_a, cos_b = _split_entries(cos, spec)
     sin_a, sin_b = _split_entries(sin, spec)
@@ -207,16 +207,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
     return torch.cat([*before, turned, *after], dim=-1)
 
 
-def _split_channels(x: Tensor, start: int, width: int) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Return the ``width`` channels of x (..., D) that begin at ``start``, between those before and after them, if any.
+def _split_channels(x: Tensor, start: int, width: int) -> tuple[tuple[Tensor], Tensor, tuple[Tensor]]:
+    """Return the ``width`` channels of x (..., D) that begin at ``start``, between those before and after them.
 
     These are slices, because Inductor in torch 2.11 can return wrong gradients if both x and a part of x.split(..) are
     saved for the backward pass.
     """
-    if width == x.shape[-1]:
-        return [], x, []
     before, channels, after = x.tensor_split([start, start + width], dim=-1)
-    return [before], channels, [after]
+    return (before,), channels, (after,)
 
 
 def _split_entries(t: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

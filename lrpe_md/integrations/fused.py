@@ -88,10 +88,10 @@ def _fuse_qwen3(impl: Impl) -> tuple[Method, Method]:
 class _Rotating:
     """Wrapper around an attention module, in which the norms also rotate. Everything else comes from the module."""
 
-    def __init__(self, attn: Any, norms: dict[str, Any]) -> None:
-        self.attn = attn
-        for name, norm in norms.items():  # before torch 2.14, Dynamo can't trace vars(self).update
-            setattr(self, name, norm)
+    def __init__(self, attn: Any, norm_q: Any, norm_k: Any, norm_added_q: Any = None, norm_added_k: Any = None) -> None:
+        self.attn, self.norm_q, self.norm_k = attn, norm_q, norm_k
+        if norm_added_q is not None:
+            self.norm_added_q, self.norm_added_k = norm_added_q, norm_added_k
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.attn, name)
@@ -149,7 +149,7 @@ def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
                 norms[name] = partial(_norm_and_rotate, own, each, heads, impl)
         if not norms:
             return plain(processor, attn, hidden_states, text, attention_mask, tables)
-        rotating = _Rotating(attn, norms)
+        rotating = _Rotating(attn, **norms)
         is_joined = how.text == "joined" and attn.add_q_proj is None and getattr(attn, "to_out", None) is None
         if text is None or not is_joined:
             return copied(processor, rotating, hidden_states, text, attention_mask, tables)
