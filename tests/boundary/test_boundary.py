@@ -54,6 +54,7 @@ def example(map: str, device: str, dtype=torch.float64, act="silu", heads=(2, 1)
     return call, [a.detach().requires_grad_() for a in args]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @parametrize_each(
     "chosen map impl", [("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)], list(MAPS), IMPLS,

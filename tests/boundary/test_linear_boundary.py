@@ -388,6 +388,7 @@ OPERATOR_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_opcheck(case, device):
     inputs, call = operator_call(case, device)

@@ -48,6 +48,7 @@ def encode(q, k, tables, impl="auto", **options):
     return rotate(q, k, tables=tables, prefix=1, act="silu", pairs="interleaved", impl=impl, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @parametrize_each("kind impl act", KINDS, IMPLS, ["none", "silu", "softmax"])
 def test_gradcheck_and_gradgradcheck(kind, impl, act, device):
@@ -72,6 +73,7 @@ def test_gradients_of_a_norm(device):
     assert torch.autograd.gradgradcheck(f, (*xs, weight), fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @parametrize_each("kind impl options", KINDS, IMPLS, [{}, {"act": "none"}, {"norm": Norm("layer")}, {"inverse": True}])
 def test_gradients_to_tables(kind, impl, options, device):
@@ -190,6 +192,7 @@ def test_export(impl, kind, device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("act", "dim"), [("none", None), ("softmax", -2)])

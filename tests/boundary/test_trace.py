@@ -69,6 +69,7 @@ def test_encoding(name, trace):
     trace(call, *map(learn, (inputs.omega, inputs.phase, *inputs.xs, *inputs.weights.values())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encode", [cosine, rotate])
 @pytest.mark.parametrize("learned", [False, True], ids=["constant", "learned"])
 def test_tables(encode, learned, trace):

@@ -260,6 +260,7 @@ def test_what_is_compiled_does_not_keep_a_model():
     assert attention() is None
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", ["dit", "gpt"])
@@ -772,6 +773,7 @@ def test_attentions_that_a_hook_skips():
         model(*plain.dit_inputs((8, 12)))
 
 
+@pytest.mark.slow
 def test_timm_without_fused_attention():
     model = STYLES["sit"].build()
     adapt_attention(model, "rotate", plain.sit_positions)

@@ -207,6 +207,7 @@ def test_adapted_after_a_long_input():
         assert_same(differentiate(model, ids), differentiate(stock, ids))
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline():
     from torch.distributed.pipelining import SplitPoint, pipeline
 

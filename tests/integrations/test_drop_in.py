@@ -655,6 +655,7 @@ def clamp_positions(q, k, cos, sin, position_ids):
     return rf.with_position_ids(q, k, cos, sin, position_ids.clamp(min=0))
 
 
+@pytest.mark.slow
 def test_negative_positions(launches):
     q, k, cos, sin = (torch.randn(*s) for s in ((2, 4, 6, 8), (2, 2, 6, 8), (9, 8), (9, 8)))
     positions = torch.tensor([[-1, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
@@ -818,6 +819,7 @@ def test_compile(name, launches):
     assert launches
 
 
+@pytest.mark.slow
 def test_compile_with_dynamic_sizes():
     torch._dynamo.reset()
     graphs = []

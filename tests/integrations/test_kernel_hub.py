@@ -87,6 +87,7 @@ def test_equal_beside_the_installed_library(kernels, impl):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_operators_of_its_own(kernels):
     for library, name in ((lrpe_md, "lrpe_md"), *((kernel, kernel.__name__) for kernel in kernels)):
         with Seen() as seen:
@@ -157,6 +158,7 @@ def test_imports_that_leave_a_kernel_are_refused():
         kernel_hub.close_package("from .norm import Norm as Norm\n")
 
 
+@pytest.mark.slow
 def test_a_folder_of_others_stays(folder, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     refused = write_kernel("--out", tmp_path)

@@ -301,6 +301,7 @@ def test_timm_features_of_any_size_by_a_traced_graph(name):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_timm_compiles():
     vit = timm_vit("mixed", dynamic_img_size=True)
     x = image(vit, 4, 7)

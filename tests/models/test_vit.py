@@ -1024,6 +1024,7 @@ def test_pretrained_weights_equal_timms(size):
     assert not timm.create_model(f"lrpe_vit_{size}_patch16_224.untrained").pretrained_cfg.get("hf_hub_id")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [("vit_small_resnet26d_224", (80, 72)), ("vitamin_small_224", (58, 64))])
 def test_hybrid_embeddings_of_any_size(name, size):
     """Hybrid embeddings round up sizes that patches don't divide, and the adapted model must do the same."""

@@ -20,6 +20,7 @@ def invoke(*args: str) -> Result:
     return CliRunner().invoke(ablate.app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
+@pytest.mark.slow
 def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("Now is the winter of our discontent " * 60)

@@ -51,6 +51,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_smoke_of_the_longer_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hybrids need four layers. The smoke test doesn't touch the folder of a real run."""
     monkeypatch.chdir(tmp_path)

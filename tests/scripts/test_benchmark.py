@@ -384,6 +384,7 @@ def write_measurements(folder: Path) -> None:
     pd.DataFrame([tables] * 99).to_csv(folder / "benchmark-tables.csv", index=False)  # has no table in the report
 
 
+@pytest.mark.slow
 def test_report_on_made_numbers(tmp_path):
     write_measurements(tmp_path)
     pages = tmp_path / "pages"

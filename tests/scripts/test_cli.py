@@ -357,6 +357,7 @@ os._exit(codes != [1, 1])
 """
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_without_a_traceback():
     reader, writer = os.pipe()
     os.close(reader)

@@ -376,6 +376,7 @@ def test_shared_position_variant_is_detected(monkeypatch):
     call_cache.clear()
 
 
+@pytest.mark.slow
 def test_failures_are_reduced_and_reported(monkeypatch):
     exact = run.linear_attention
     monkeypatch.setattr(run, "linear_attention", lambda q, k, v, **o: exact(q, k, -v if o["is_causal"] else v, **o))

@@ -271,6 +271,7 @@ def test_captions_are_dropped_and_the_evaluation_repeats(folder, tmp_path):
     assert model.reference is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [7, 12])
 def test_resumed_run_equals_uninterrupted_run(folder, tmp_path, monkeypatch, stop):
     """Kill the run one step after the checkpoint, and after the last step but before the results are written."""

@@ -388,6 +388,7 @@ def test_captions_without_any_training_sample_are_named_if_held_out_samples_shar
     assert condition.describe_held_out([0, 1, 3], [2, 4, 5]) == ""
 
 
+@pytest.mark.slow
 def test_captions_that_are_cut_are_counted(tmp_path, capsys):
     captions, model = write_captions(tmp_path / "captions"), write_text_model(tmp_path / "model")
     lengths = [len(caption) for caption in open_pictures(captions, Split(1)).records.captions or ()]
@@ -756,6 +757,7 @@ PROMPTS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_an_unknown_negative_class_is_named(runs, tmp_path):
     given = ["--prompt", "red", "--negative", "purple", "--steps", 2, "--device", "cpu"]
     refused = invoke("sample", runs["labels"], *given, "--images", 1, "--out", tmp_path / "sheet.png")

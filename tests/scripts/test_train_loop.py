@@ -124,6 +124,7 @@ def test_plan_accounts_for_slow_steps(tmp_path, clock):
     assert timed.step == loop.STARTING + loop.EVERY + 1
 
 
+@pytest.mark.slow
 def test_plan_is_revised_after_slow_first_steps(tmp_path, clock, monkeypatch):
     """Steps take ten times as long while other runs compile."""
 
@@ -194,6 +195,7 @@ def test_cuda_graphs_need_compiled_steps(tmp_path):
             Training(out=tmp_path, cuda_graphs=True, **wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_run_equals_uninterrupted_run(tmp_path, workers):
     whole = toy_train(Training(out=tmp_path / "whole", **TOY))

@@ -49,6 +49,7 @@ def test_rates_of_each_schedule():
     assert cosine[10] == pytest.approx(0)
 
 
+@pytest.mark.slow
 def test_a_warmup_is_at_most_a_tenth_of_the_run(tmp_path, capsys):
     """After the warm-up, the cosine schedule begins near its maximum, without a drop."""
     make = partial(Training, out=tmp_path, warmup=20)
@@ -202,6 +203,7 @@ def test_exported_weights_are_the_averaged_ones_and_start_another_run(tmp_path):
         assert all(torch.equal(value, model[key]) for key, value in found.items()), name
 
 
+@pytest.mark.slow
 def test_weights_of_another_encoding_are_announced(tmp_path, capsys):
     digits.run(DigitsTraining(out=tmp_path / "a", steps=1, **TINY))
     for weights in (tmp_path / "a", tmp_path / "a" / "model.safetensors"):

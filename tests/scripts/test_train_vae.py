@@ -93,6 +93,7 @@ def test_the_scale_of_latents_comes_from_all_classes(tmp_path, monkeypatch):
     assert set(seen[-1] // 20) == {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_killed_training_resumes_bit_equal(tmp_path, monkeypatch, stop):
     """Kill the run one step after the checkpoint, and after the last step but before the VAE is written."""

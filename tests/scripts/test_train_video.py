@@ -275,6 +275,7 @@ def test_a_process_decodes_once_unless_a_file_changes(monkeypatch, tmp_path):
     assert video_data.load_footage([tmp_path], 4, **cut).frames[:, 0, 0, 0].tolist() == [3] * 30 + [4] * 50
 
 
+@pytest.mark.slow
 @needs_decoder
 def test_training_learns_the_direction_of_time(footage, tmp_path, capsys):
     config = VideoTraining(data=[footage], out=tmp_path / "run", attention="linear", **{**SMALL, "lr": 6e-3})
@@ -543,6 +544,7 @@ def test_read_only_cache_is_reported(footage, tmp_path, capsys):
     assert "Nothing is cached for later runs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @needs_decoder
 def test_location_of_the_cache(footage, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))

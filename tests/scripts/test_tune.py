@@ -188,6 +188,7 @@ def test_failing_tile_is_never_best():
     assert found.ratio == math.inf
 
 
+@pytest.mark.slow
 def test_a_measurement(monkeypatch, tmp_path):
     """Measure the passes of a problem. Inputs are created once, and each time is saved immediately."""
     ran = []

@@ -72,6 +72,7 @@ def test_each_preset_has_a_figure_with_named_axes(name: str):
     assert name in figure.get_suptitle().replace(r"\_", "_")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dinov3", "pope", "qwen2_vl_vision", "wan"])
 @pytest.mark.usefixtures("unplaced")
 def test_show_draws_the_same_panels(name: str):
@@ -120,6 +121,7 @@ def similarity_limits(figure: Any) -> set[tuple[float, ...]]:
     return images | {(round((21 * low + high) / 22, 6), round((low + 21 * high) / 22, 6)) for low, high in plots}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_only_compared_encodings_share_a_scale():
     alone = [similarity_limits(lrpe_md.show(name, (4, 6))) for name in ("wan", "rope_vit_mixed")]
@@ -129,6 +131,7 @@ def test_only_compared_encodings_share_a_scale():
     assert compared == {min(*alone[0], *alone[1])}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_a_comparison_has_a_row_for_each_preset(tmp_path: Path):
     """The command and lrpe_md.show draw the same figure, on one scale."""
@@ -185,6 +188,7 @@ def test_a_title_is_as_long_as_its_formulas_look():
     assert figure.axes[0].get_title().splitlines()[0].endswith(r"$\theta=100$")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_titles_may_contain_any_character():
     """Unless they are escaped, mathtext rejects or changes some characters."""
@@ -235,6 +239,7 @@ def test_a_pdf_has_no_type_3_fonts(tmp_path: Path):
         assert b"/Subtype /Type3" not in content
 
 
+@pytest.mark.slow
 def test_the_band_of_aliased_wavelengths_is_dark_on_a_dark_page():
     axis = lrpe_md.show(["cogview4"], (14, 14), dark=True).axes[2]
     [band] = axis.patches
@@ -253,6 +258,7 @@ def test_ticks_that_appear_later_are_light_on_a_dark_page():
     assert {to_hex(line.get_color()) for line in axis.get_yticklines()} == {DARK_TEXT}
 
 
+@pytest.mark.slow
 def test_rows_of_a_comparison_have_the_same_ticks():
     figure = lrpe_md.show(["wan", "cogvideox", "hunyuan_video"], (5, 12, 20), head_dim=64)
     ticks = [axis.get_yticks().tolist() for axis in figure.axes if axis.get_title().startswith("slices")]
@@ -280,6 +286,7 @@ def test_the_ring_is_complete_at_the_border():
     assert not ring.get_clip_on()
 
 
+@pytest.mark.slow
 def test_distances_in_slices_do_not_overlap():
     figure = lrpe_md.show(["dinov3"], (16, 24), token=(0, 23))
     figure.draw_without_rendering()
@@ -290,6 +297,7 @@ def test_distances_in_slices_do_not_overlap():
     assert all(left.x1 + gap < right.x0 for left, right in itertools.pairwise(boxes))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_a_model_is_drawn_with_its_encoding():
     encoding = lrpe_md.RotateMd(16, 2)
@@ -303,6 +311,7 @@ def test_a_model_is_drawn_with_its_encoding():
         assert bold_titles(layers) == [r"$\mathbf{layer\ 0}$", r"$\mathbf{layer\ 1}$"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_a_model_is_drawn_with_its_reference():
     model = torch.nn.Module()
@@ -319,6 +328,7 @@ def test_a_model_is_drawn_with_its_reference():
     assert "positions rescaled to –×4×3" in lrpe_md.show(model, (8, 6)).get_suptitle()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_titles_state_what_is_left_out_of_a_module():
     for module, expected in (
@@ -347,6 +357,7 @@ def test_a_model_is_drawn_with_its_rules_for_text_and_time():
     assert axis.lines[0].get_ydata() == pytest.approx([1, 1, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_models_are_compared():
     model = torch.nn.Module()
@@ -362,6 +373,7 @@ def test_models_are_compared():
         lrpe_md.show([model, "dinov3"], (8, 6))
 
 
+@pytest.mark.slow
 def test_text_before_a_grid_is_not_rotated_by_a_module():
     encoding = lrpe_md.CosineMd(16, 2)
     for drawn in (encoding, encoding.get_omega()):
@@ -404,6 +416,7 @@ def test_figures_need_a_folder(tmp_path: Path):
     assert "can't be written (Not a directory); choose another folder" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_show_takes_the_options_of_the_command():
     drawn = visualize.draw(
@@ -451,6 +464,7 @@ def test_ticks_of_channels_are_whole_numbers():
     assert all(float(tick).is_integer() for tick in waves.get_xticks())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_sizes_are_those_of_the_grid():
     """All axes of Circle-RoPE change along T, H and W."""
@@ -464,6 +478,7 @@ def test_sizes_are_those_of_the_grid():
         assert [text.get_text() for text in axis.get_legend().get_texts()] == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_unrotated_and_aliased_channels_are_marked():
     subject = visualize.custom("axial", 2, head_dim=12)
@@ -488,6 +503,7 @@ def test_unrotated_and_aliased_channels_are_marked():
     assert "pair 1, W: λ = 12.6 tokens" in axes
 
 
+@pytest.mark.slow
 def test_ticks_are_whole_and_on_the_grid():
     figure = visualize.draw(tiny("hunyuan_video", (1, 6), text=2))
     axis = figure.axes[0]
@@ -515,6 +531,7 @@ def test_labels_of_ticks_do_not_overlap(shape: tuple[int, ...], text: int, wante
             assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
+@pytest.mark.slow
 def test_the_label_of_the_text_covers_no_other():
     figure = lrpe_md.show("flux1", (32, 48), text=16)
     axis = figure.axes[0]
@@ -534,6 +551,7 @@ def test_a_long_header_has_two_lines():
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"), [(n, text) for n in list_presets() for text in (0, 3) if not text or SCHEMES[n].tokens]
 )
@@ -560,6 +578,7 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
         torch.testing.assert_close(all_scores.flatten().sort()[0], wanted.flatten().sort()[0], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "amplitude"), [
     ("rotate", None), ("rotate", 1.5), ("rotate", torch.tensor([0.5, 1.0, 2.0])), ("cosine", None), ("preset", 1.0),
     ("preset", 1.5),
@@ -869,6 +888,7 @@ def test_one_picture_per_preset(arguments: list[str], names: list[str] | None, t
     assert all(path.stat().st_size > 1000 for path in (tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "skipped"), [
     (["--shape", "4x6"], {"pope"}), (["--panel", "slices"], {"pope"}), (["--text", "2", "--panel", "angles"], {"wan"}),
     (["--head-dim", "6", "--panel", "angles"], {"dinov3"}),
@@ -983,6 +1003,7 @@ def test_frequencies_for_one_map_only():
     assert "base" not in figure.get_suptitle()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unplaced")
 def test_the_header_names_the_options_of_the_positions():
     assert "grid 2×4×6   ·   fps 12" in lrpe_md.show("cosmos", (2, 4, 6), fps=12).get_suptitle()

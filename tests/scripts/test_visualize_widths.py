@@ -114,6 +114,7 @@ def test_a_single_map_is_in_the_middle(panel: str, maps: int | None):
     assert box.x0 / figure.bbox.width == pytest.approx(1 - box.x1 / figure.bbox.width, abs=0.05)
 
 
+@pytest.mark.slow
 def test_each_decade_of_the_wavelengths_is_labelled():
     figure = lrpe_md.show(lrpe_md.RotateMd(64, 2, base=1e3), (12, 16), width=6.75)
     figure.draw_without_rendering()
@@ -123,6 +124,7 @@ def test_each_decade_of_the_wavelengths_is_labelled():
     assert ticks == [10.0**n for n in range(1, int(math.log10(high)) + 1)]
 
 
+@pytest.mark.slow
 def test_a_single_panel_is_the_figure():
     for name, title in (
         ("angles", "pair 18, W: λ = 24.9 tokens"),
@@ -147,6 +149,7 @@ def test_selected_panels_have_their_own_scale():
         assert view[0].images[0].get_clim()[0] == pytest.approx(int(low * 10 - (low < 0)) / 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["rope_vit_mixed", ["dinov3", "rope_vit_mixed"]])
 def test_slices_without_maps_have_their_own_scale(encoding: Any):
     for names in (["slices"], ["slices", "wavelengths"]):
@@ -189,6 +192,7 @@ def test_narrow_figures_have_fewer_columns():
     assert [count_columns(FOUR, width=w, panels=["slices", "wavelengths"]) for w in (3.25, 5.5)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_texts_are_measured_with_few_renderers(monkeypatch: pytest.MonkeyPatch):
     """Each renderer measures all texts again, so a figure needs one for each size that it has during its layout."""
     made: list[Any] = []
@@ -239,6 +243,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments), env={"TERMINAL_WIDTH": "1000", "NO_COLOR": "1"})
 
 
+@pytest.mark.slow
 def test_the_command_for_a_paper_draws_a_pdf_of_this_width(tmp_path: Path):
     text = (DOCS / "schemes.md").read_text(encoding="utf-8").split("### For a paper")[1]
     block = text.split("```bash\n")[1].split("```")[0].replace("\\\n", "")

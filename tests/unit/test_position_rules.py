@@ -231,6 +231,7 @@ def test_remaining_tokens_are_encoded_as_in_the_whole():
     torch.testing.assert_close(found, whole.gather(2, rows.expand(-1, 3, -1, 16)))
 
 
+@pytest.mark.slow
 @given(sizes, st.data())
 @settings(max_examples=40)
 def test_window_order(shape, data):
@@ -346,6 +347,7 @@ def test_mask_equals_prefix_and_suffix(map, impl, by_sample, heads):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_a_mask_compiles():
     omega, phase = torch.rand(2, 4, 2), torch.rand(2, 4)
 
