@@ -311,3 +311,16 @@ def test_learned_frequencies_add_no_states(monkeypatch):
     names = [name for name, _ in variants]
     assert names.count("linear_state_kernel") == names.count("linear_query_state_kernel") == 1
     assert names.count("linear_query_gradient_kernel") == 2
+
+
+def test_without_memory_kernels_compile_at_their_launch(monkeypatch):
+    def fail(device):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(linear_operator, "INTERPRETING", False)
+    monkeypatch.setattr(linear_operator, "compile_together", fail)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(linear_operator, "_compiled", set())
+    call_cache.clear()
+    inputs = make_linear_inputs(LinearCase(shape=(9,)))
+    torch.testing.assert_close(run_linear(inputs, "triton")["o"], run_linear(inputs, "reference")["o"])

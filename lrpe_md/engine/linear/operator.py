@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -187,7 +188,7 @@ class Attend(Operator):
             return
         _compiled.add(key)
         launcher = self.launcher(call)
-        with torch.no_grad(), compile_together(inputs.q.device):
+        with suppress(torch.OutOfMemoryError), torch.no_grad(), compile_together(inputs.q.device):
             call = call._replace(launches={})
             out = launcher.forward(call, inputs, *options)
             grads = [torch.empty_like(t) for t in out[:num_outputs]]
