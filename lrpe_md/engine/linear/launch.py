@@ -230,7 +230,7 @@ class LaunchInputs:
         self.call, self.needs, gate = call, needs, operands.gate
         self.q, self.k, self.v, self.do, self.gate = launching.materialise(*operands[:3], do, gate)
         if self.do is not None and not (self.do.stride(3) or self.do.is_meta):  # compilers record meta tensors
-            self.do = self.do.contiguous()  # the gradient of a sum, for which kernels would be slow
+            self.do = self.do.contiguous()  # the gradient of a sum would need other kernels
         launches = {} if call.launches is None else call.launches
         sizes = launches.get("sizes")
         if sizes is None:
