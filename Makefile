@@ -66,11 +66,12 @@ oldest:  ## run the tests of the library, adapters and models with the oldest su
 	$(OLDEST) -m pytest -n auto --dist worksteal -m "slow and not gpu" -k "compil or export or graph or trace" \
 		tests/boundary tests/integrations tests/models $(ARGS)
 
-test: lint  ## run lint, type checks and the tests that are not slow
-	@# Run both at once, because pyright only uses one core.
-	$(MAKE) --no-print-directory -j2 types unit
+test: lint unit  ## run lint and the tests that are not slow
 
-test-all: test slow  ## run everything that CI tests
+test-all: $(READY)  ## run everything that CI tests: also type checks and the slow tests
+	@# Run both at once, because pyright only uses one core.
+	$(MAKE) --no-print-directory -j2 types test
+	$(MAKE) --no-print-directory slow
 
 dist: $(READY)  ## build wheel and sdist in dist/, check them, and test the installed wheel
 	rm -rf dist
