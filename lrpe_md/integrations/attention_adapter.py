@@ -337,8 +337,9 @@ class _Attention(_Forward):
             with _Encode(self, None if is_compiling else _checkpoint_state()):
                 output = self.run(*args, **kwargs)
         if self.adaptation.count_calls() == before:
-            hint = "If a hook skips this module, as diffusers' caches do, add the hook after adapting the model. "
-            hint = hint if self.original is not None else ""
+            hint = ""
+            if self.original is not None:
+                hint = "If a hook skips this module, as diffusers' caches do, add the hook after adapting the model. "
             raise RuntimeError(
                 f"{self.path or 'forward'}: expected a call to F.scaled_dot_product_attention, where q and k are "
                 f"encoded, got none. {hint}In timm, set `fused_attn = True` on the module. Otherwise, replace the "

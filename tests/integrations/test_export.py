@@ -146,7 +146,7 @@ def test_onnx_by_the_older_exporter(name, fused, tmp_path):
 
 
 class Places(torch.nn.Module):
-    """Return the positions of text and an image or video, whose sizes are those of the inputs."""
+    """Return positions for text and for an image or video of the inputs' sizes."""
 
     def __init__(self, locate):
         super().__init__()

@@ -17,6 +17,7 @@ from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.core.recording import (
     UnrecordableError,
+    collect_launches,
     compile_together,
     get_storage_id,
     is_recording,
@@ -242,6 +243,28 @@ def describe(value):
     return value.dtype if isinstance(value, torch.Tensor) else type(value)
 
 
+def compile_ahead_with(monkeypatch, context):
+    """Make the next first call of linear attention compile ahead, as on a GPU, but with another context."""
+    monkeypatch.setattr(linear_operator, "INTERPRETING", False)
+    monkeypatch.setattr(linear_operator, "compile_together", context)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(linear_operator, "_compiled", set())
+    call_cache.clear()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a list to which each launch of linear attention adds its kernel and variant."""
+    launches = []
+
+    def launch(kernel, programs, args, variant, options):
+        launches.append((kernel, variant))
+        return launch_kernel(kernel, programs, args, variant, options)
+
+    monkeypatch.setattr(recording, "launch_kernel", launch)
+    return launches
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -257,23 +280,13 @@ def test_linear_attention_compiles_what_it_launches(monkeypatch, case):
     ahead, launched = [], []
 
     def launch(kernel, programs, args, variant, options):
-        launches = launched if recording._collected.get() is None else ahead
+        launches = launched if recording._launches.get() is None else ahead
         launches.append((kernel, variant, options, describe(args)))
         return launch_kernel(kernel, programs, args, variant, options)
 
-    @contextlib.contextmanager
-    def collect(device):
-        token = recording._collected.set([])
-        yield
-        recording._collected.reset(token)
-
     for module in (recording, reduction):
         monkeypatch.setattr(module, "launch_kernel", launch)
-    monkeypatch.setattr(linear_operator, "INTERPRETING", False)
-    monkeypatch.setattr(linear_operator, "compile_together", collect)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(linear_operator, "_compiled", set())
-    call_cache.clear()
+    compile_ahead_with(monkeypatch, lambda device: collect_launches())
     run_linear(make_linear_inputs(case), "triton")
     assert ahead == launched
     assert len({kernel for kernel, *_ in ahead}) >= 3
@@ -281,34 +294,20 @@ def test_linear_attention_compiles_what_it_launches(monkeypatch, case):
     assert launched == ahead * 2
 
 
-def test_the_gradient_of_a_sum_runs_the_same_kernels(monkeypatch):
+def test_the_gradient_of_a_sum_runs_the_same_kernels(launched):
     """It is copied, because its strides of 0 would need other kernels."""
-    variants = []
-
-    def launch(kernel, programs, args, variant, options):
-        variants.append((kernel, variant))
-        return launch_kernel(kernel, programs, args, variant, options)
-
-    monkeypatch.setattr(recording, "launch_kernel", launch)
     x = torch.randn(1, 2, 70, 16, requires_grad=True)
     for gradient in (torch.ones(1, 2, 70, 16), torch.ones(()).expand(1, 2, 70, 16)):
         linear_attention(x, x, x, map=None, impl="triton").backward(gradient)
-    assert variants[: len(variants) // 2] == variants[len(variants) // 2 :]
+    assert launched[: len(launched) // 2] == launched[len(launched) // 2 :]
 
 
-def test_learned_frequencies_add_no_states(monkeypatch):
+def test_learned_frequencies_add_no_states(launched):
     """Kernels that compute states are the same in both passes, whether or not frequencies are learned."""
-    variants = set()
-
-    def launch(kernel, programs, args, variant, options):
-        variants.add((kernel.fn.__name__, variant))
-        return launch_kernel(kernel, programs, args, variant, options)
-
-    monkeypatch.setattr(recording, "launch_kernel", launch)
     inputs = make_linear_inputs(LinearCase(shape=(300,), batch=1, heads=(1, 1), head_dim=8, phase="both", norm="rms"))
     for frequencies in (False, True):
         run_linear(inputs, "triton", frequencies=frequencies)
-    names = [name for name, _ in variants]
+    names = [kernel.fn.__name__ for kernel, _ in set(launched)]
     assert names.count("linear_state_kernel") == names.count("linear_query_state_kernel") == 1
     assert names.count("linear_query_gradient_kernel") == 2
 
@@ -317,10 +316,6 @@ def test_without_memory_kernels_compile_at_their_launch(monkeypatch):
     def fail(device):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(linear_operator, "INTERPRETING", False)
-    monkeypatch.setattr(linear_operator, "compile_together", fail)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(linear_operator, "_compiled", set())
-    call_cache.clear()
+    compile_ahead_with(monkeypatch, fail)
     inputs = make_linear_inputs(LinearCase(shape=(9,)))
     torch.testing.assert_close(run_linear(inputs, "triton")["o"], run_linear(inputs, "reference")["o"])

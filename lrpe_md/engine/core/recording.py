@@ -41,14 +41,13 @@ class UnrecordableError(Exception):
     """Raised if a launcher runs a tensor operation other than an allocation or a view."""
 
 
-_current: ContextVar[Record | None] = ContextVar("current", default=None)
-_collected: ContextVar[list[KernelLaunch] | None] = ContextVar("collected", default=None)
+_launches: ContextVar[list[KernelLaunch] | None] = ContextVar("launches", default=None)
+_is_recording: ContextVar[bool] = ContextVar("is_recording", default=False)
 
 
 def launch_kernel(kernel: Any, programs: int, args: tuple[Any, ...], variant: Variant, options: dict[str, Any]) -> Any:
     """Launch a kernel, or only record the launch while :func:`record` or :func:`compile_together` is active."""
-    current, launches = _current.get(), _collected.get()
-    launches = launches if current is None else current.launches
+    launches = _launches.get()
     if launches is None:
         return kernel[(programs,)](*args, V=variant, **COMPILER_OPTIONS, **options)
     launches.append(KernelLaunch(kernel, programs, args, variant, {**COMPILER_OPTIONS, **options}))
@@ -56,7 +55,18 @@ def launch_kernel(kernel: Any, programs: int, args: tuple[Any, ...], variant: Va
 
 
 def is_recording() -> bool:
-    return _current.get() is not None
+    return _is_recording.get()
+
+
+@contextmanager
+def collect_launches() -> Iterator[list[KernelLaunch]]:
+    """List the launches inside this context instead of running them."""
+    launches: list[KernelLaunch] = []
+    token = _launches.set(launches)
+    try:
+        yield launches
+    finally:
+        _launches.reset(token)
 
 
 @contextmanager
@@ -66,12 +76,8 @@ def compile_together(device: torch.device) -> Iterator[None]:
     Compilers run mostly without Python's lock, so threads are enough. If a kernel can't be compiled, its next launch
     raises the error.
     """
-    launches: list[KernelLaunch] = []
-    token = _collected.set(launches)
-    try:
+    with collect_launches() as launches:
         yield
-    finally:
-        _collected.reset(token)
 
     def compile_kernel(launch: KernelLaunch) -> Any:
         with torch.cuda.device(device):
@@ -86,13 +92,13 @@ def compile_together(device: torch.device) -> Iterator[None]:
 @contextmanager
 def record() -> Iterator[Record]:
     """Record launches and allocations of meta tensors inside this context."""
-    new_record = Record([], {})
-    token = _current.set(new_record)
+    allocations: dict[int, Tensor] = {}
+    token = _is_recording.set(True)
     try:
-        with _AllocationRecorder(new_record.allocations):
-            yield new_record
+        with collect_launches() as launches, _AllocationRecorder(allocations):
+            yield Record(launches, allocations)
     finally:
-        _current.reset(token)
+        _is_recording.reset(token)
 
 
 _ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"}

@@ -120,7 +120,7 @@ def _prepare_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, n
         programs if tensors == 1 else items if programs == 2 * items else _count_q_programs(programs, heads_q, heads_k)
     )
     variant = variant._replace(
-        table_by_head=call.cos_sin.cos is not None and call.cos_sin.num_heads > 1,
+        table_by_head=call.cos_sin.num_heads > 1,
         block_r=work_plan.tiles, block_n=work_plan.heads, weight_by_head=variant.has_weight or variant.has_bias,
         early=any(needs) and launching.launches_early(),
     )  # fmt: skip
